@@ -8,10 +8,10 @@ random weights. With one its family trains on tests/data/real_shaped, where `--s
 All runs are `trainer train`, a step a micro-batch, compared with the first, which is bf16, compiled:
 
 - the mean loss of the last fifty steps: within 1 % of bf16's, and no farther from it than another seed's;
-- gradients of the same weights on the same samples, tensor by tensor (bench/gradients.py), before the first
-  step and with the weights that bf16 ended with: every cosine at least 0.99. Those of bf16 without compiling
-  show how much of it is the order of sums, and those of each layer alone how much is its own rounding: what
-  comes from the layers before and after it adds up over a model's depth.
+- gradients of each layer alone (bench/gradients.py), before the first step and with the weights that bf16
+  ended with: the cosine with the fp32 product of the same inputs and output gradients is at least 0.99;
+- those of whole passes, of the same weights on the same samples, are told beside them: the rounding of all
+  layers adds up over a model's depth. Those of bf16 without compiling show what the order of sums does.
 """
 
 from __future__ import annotations

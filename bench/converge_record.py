@@ -22,7 +22,7 @@ COLUMNS: tuple[str, ...] = (
     *(f"last {losses.LAST}, of bf16", "held-out loss", "of bf16", "single losses apart, mean"),
     *(f"{what} {when}" for when in STATES.values() for what in ("lowest cosine of gradients", "median")),
     "lowest of a layer alone",
-    *("within 1 %", "in another seed's band", f"cosines {LEAST_COSINE} or more"),
+    *("within 1 %", "in another seed's band", f"layers' cosines {LEAST_COSINE} or more"),
 )
 _YES = {True: "yes", False: "no", None: ""}
 
@@ -79,7 +79,8 @@ def band_of(rows: Sequence[Mapping[str, Any]], seeds: Collection[str]) -> float 
 def judged(row: Mapping[str, Any], band: float | None) -> dict[str, Any]:
     """The verdicts on a row: None where nothing was measured to judge it by."""
     apart = abs(row["last_loss_ratio"] - 1) if "last_loss_ratio" in row else None
-    lowest = [found["lowest"] for found in row.get("gradients", {}).values()]
+    # of whole passes the rounding of all layers adds up over depth: that is told, and judged layer by layer
+    lowest = [row["alone"]["lowest"]] if "alone" in row else []
     return {
         "band": None if band is None else round(band, 5),
         "within_1_percent": None if apart is None else apart <= MOST_APART,

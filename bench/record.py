@@ -168,7 +168,9 @@ def update_table(
         written = from_json(path.read_text(encoding="utf-8"), str(path))
         assert isinstance(written, Table), path
         title, text = written.title, written.text
-        known = {row[:keys]: row for row in written.rows}
+        cells = [dict(zip(written.columns, row, strict=True)) for row in written.rows]
+        rows_there = [tuple(row.get(name, "") for name in columns) for row in cells]
+        known = {row[:keys]: row for row in rows_there}
     known |= {row[:keys]: row for row in rows}
     kept = tuple(known[key] for key in (known if order is None else order) if key in known)
     table = Table(title=title, text=text, machine=where, command=command, columns=columns, rows=kept)

@@ -96,7 +96,8 @@ def test_a_byte_is_a_token_and_all_sides_fit_fp8(tmp_path: Path) -> None:
 
 def trained(last: float, **cosines: float) -> dict[str, Any]:
     found = {"losses": [4.0] * 50 + [last] * 50, "held_out": 2 * last, "proved": True}
-    return {**found, "gradients": {"start": {"cosines": cosines}}} if cosines else found
+    whole = {name: cosine - 0.1 for name, cosine in cosines.items()}  # of layers alone it is judged
+    return {**found, "gradients": {"start": {"cosines": whole, "alone": cosines}}} if cosines else found
 
 
 def row_of(last: float, seed: float, **cosines: float) -> dict[str, Any]:
@@ -124,7 +125,8 @@ def test_a_verdict_is_of_three(
     assert row["held_out_ratio"] == pytest.approx(last, abs=1e-5)
     said = records.sentence(row)
     assert ("NOT within 1 %" in said, "NOT inside" in said) == (not within, not inside)
-    assert f"lowest cosine {cosine:.4f} (b), median 0.9990, {0 if points else 1} of 2 tensors" in said
+    assert f"lowest cosine {cosine - 0.1:.4f} (b), median 0.8990, 2 of 2 tensors below 0.99" in said
+    assert f"layers alone: lowest {cosine:.4f} (b)" in said
 
 
 def test_nothing_holds_that_was_not_measured() -> None:

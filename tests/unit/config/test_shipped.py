@@ -74,6 +74,13 @@ def test_two_that_are_compared_differ_in_one_setting() -> None:
     auto, bf16, fp8 = (Layers([FOLDER / name]).load().config.model_dump() for name in names)
     assert [one["features"].pop("compute") for one in (auto, bf16, fp8)] == ["auto", "bf16", "fp8"]
     assert auto == bf16 == fp8
+    # what is said of each key too, below what the file says of itself
+    texts = [(FOLDER / name).read_text(encoding="utf-8").partition("\nfamily:")[2] for name in names]
+    without = [[line for line in text.splitlines() if "  compute:" not in line] for text in texts]
+    assert without[1] == without[2]
+    assert [line for line in without[0] if line.startswith("  # ")] == [
+        line for line in without[1] if line.startswith("  # ")
+    ]
 
 
 def test_the_editor_sees_mistakes() -> None:

@@ -54,9 +54,12 @@ class Late(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
+        self.end = torch.nn.Linear(4, 4)
+        self.finish()
+
+    def finish(self) -> None:
         for block in self.blocks:
             torch.nn.init.normal_(block.weight)
-        self.end = torch.nn.Linear(4, 4)
 
     @classmethod
     def load_config(cls, folder: Path) -> None:
@@ -69,9 +72,20 @@ class Late(torch.nn.Module):
     _keep_in_fp32_modules = None
 
 
-def test_a_component_that_draws_later_keeps_all_its_values(tmp_path: Path) -> None:
+class Reading(Late):
+    """A component that takes the values of a block for another layer."""
+
+    def finish(self) -> None:
+        with torch.no_grad():
+            self.end.weight.copy_(self.blocks[0].weight)
+
+
+@pytest.mark.parametrize("kind", [Late, Reading])
+def test_a_component_that_comes_back_to_its_blocks_keeps_all_its_values(
+    kind: type[Late], tmp_path: Path
+) -> None:
     options = {"device": "cpu", "dtype": torch.float32, "fill_zeros": False}
-    whole = random_module(Late, tmp_path, "0", **options)
-    parted = random_module(Late, tmp_path, "0", **options, absent=lambda module: {"blocks.0"})
+    whole = random_module(kind, tmp_path, "0", **options)
+    parted = random_module(kind, tmp_path, "0", **options, absent=lambda module: {"blocks.0"})
     for ours, theirs in zip(parted.parameters(), whole.parameters(), strict=True):
         assert torch.equal(ours, theirs)

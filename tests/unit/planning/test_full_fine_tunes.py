@@ -14,7 +14,7 @@ from tests.unit.planning.test_memory import storage
 from trainer.config.schema import RunConfig
 from trainer.families import get
 from trainer.machine.facts import EXCHANGED_BYTES, LinkVerdict
-from trainer.planning.cost import memory, roofline, trained_time
+from trainer.planning.cost import memory, roofline, trained_memory, trained_time
 from trainer.planning.cost.roofline import Speed, rates, speed
 from trainer.planning.cost.storage import Storage
 from trainer.planning.shapes.activations import Activations, Held, activations
@@ -276,3 +276,22 @@ def test_rows_of_several_gpus_are_gathered_over_the_probed_link() -> None:
     assert passes[1] - passes[0] == pytest.approx(0.27 * travel + max(0.0, travel - passes[0]))
     # over a slow link the work waits
     assert passes[2] == pytest.approx(127 * travel)
+
+
+def test_a_batch_of_several_shapes_is_several_micro_batches() -> None:
+    """A part of three beside all gradients is more than four alone; of one shape there is no second part."""
+    geometry = full_size("flux1_dev")
+    plain = dataclasses.replace(geometry, usual_parts={"as they are": (0.0, 0.0, 0.0, 1.0)})
+    mixed = dataclasses.replace(geometry, usual_parts={"as they are": (1.0, 0.0, 1.0, 0.2)})
+    chosen = full()
+    (alone, said), (parted, told) = (trained_memory.beside_gradients(chosen, one) for one in (plain, mixed))
+    assert parted > alone
+    assert "gradients take the place of" in said and "of a batch's second part" in told
+    # by hand: three quarters of the activations, and a block's new gradients beside all others
+    kept = geometry.activations_compiled.whole
+    gradients = max((one.quantized.parameters + one.others) * 2 for one in geometry.stacks)
+    share = int(0.75 * kept.fixed) + sum(int(0.75 * one) for one in kept.blocks)
+    assert parted == pytest.approx(share + int(0.75 * kept.beyond) + gradients, rel=0.01)
+    # adding: of 2.2 micro-batches 1.2 come after another
+    several, one = (trained_time.adding_ms(chosen, of, 1.0) for of in (mixed, plain))
+    assert one == 0.0 and several == pytest.approx(1.2 * 6 * 11.9e9, rel=0.01)

@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trainer.modeling.base.structure import Structure, built, cast, move, tied
 from trainer.modeling.seeds import seeded
@@ -69,22 +70,23 @@ def _drawn_once(
 ) -> tuple[frozenset[str], Iterator[bool]]:
     """Names of the absent modules, and for each module, as they are registered, whether it is one of them.
 
-    None of a component that changes an absent module after it was made: what follows could be drawn from
-    another state.
+    None of a component that reads or changes an absent module after it was made: what follows could be drawn
+    from another state.
     """
     import transformers
 
     # transformers initialises its models as wholes
     if absent is None or issubclass(component_class, transformers.PreTrainedModel):
         return frozenset(), iter(())
-    order, changed = list[torch.nn.Module](), dict[StorageWeakRef, int]()
+    order, used = list[torch.nn.Module](), dict[StorageWeakRef, int]()
 
     class Watch(TorchDispatchMode):
-        """Notes how many modules were registered when a tensor was last written to."""
+        """Notes how many modules were registered when a tensor was last read or written."""
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
-                changed[StorageWeakRef(args[0].untyped_storage())] = len(order)
+            for one in tree_leaves((args, kwargs)):
+                if isinstance(one, torch.Tensor):
+                    used[StorageWeakRef(one.untyped_storage())] = len(order)
             return func(*args, **(kwargs or {}))
 
     with _registering(order.append), torch.device("meta"), Watch():
@@ -93,7 +95,7 @@ def _drawn_once(
     absents = [names.get(module, "") in gone for module in order]
     for place, (module, away) in enumerate(zip(order, absents, strict=True)):
         storages = [StorageWeakRef(one.untyped_storage()) for one in module.parameters(recurse=False)]
-        if away and any(changed.get(storage, 0) > place for storage in storages):
+        if away and any(used.get(storage, 0) > place for storage in storages):
             return frozenset(), iter(())
     return gone, iter(absents)
 

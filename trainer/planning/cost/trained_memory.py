@@ -35,7 +35,8 @@ def beside_gradients(storage: Storage, geometry: Geometry) -> tuple[int, str]:
 
     In a step of one micro-batch gradients come as activations go, and the highest point is where backward
     begins, or where it ends, or in the optimizer's step. Gradients of earlier micro-batches are there from
-    the start: then a block's new ones come beside them, until they are added.
+    the start: then a block's new ones come beside them, until they are added. A batch whose samples differ in
+    shape is several, each of them smaller.
     """
     activations = activations_of(storage, geometry)
     of_all, of_blocks, of_head = _gradients(storage, geometry, activations)
@@ -48,13 +49,28 @@ def beside_gradients(storage: Storage, geometry: Geometry) -> tuple[int, str]:
         # blocks that keep a share were counted with a LoRA alone: nothing is taken to go before all is there
         peak = activations.peak(budget=storage.activation_budget, weights=storage.way.weights)
         return max(peak + max(of_blocks, default=0), step), words
+    new = of_blocks if storage.compile else [geometry.quantized.largest * storage.value_bytes]
+    most = [max(new, default=0)] * len(of_blocks)
+
+    def later(share: float) -> int:
+        return activations.scaled(share).backward(most, of_head, recomputed=recomputed, stay=False)[0]
+
     if storage.rounds > 1:
-        new = of_blocks if storage.compile else [geometry.quantized.largest * storage.value_bytes]
-        most = [max(new, default=0)] * len(of_blocks)
-        highest, _ = activations.backward(most, of_head, recomputed=recomputed, stay=False)
-        return max(highest, step), words
+        return max(later(1.0), step), words
     highest, saved = activations.backward(of_blocks, of_head, recomputed=recomputed, stay=True)
-    return max(highest, of_all + step) - of_all, f" ({gib(saved)}), which gradients take the place of{words}"
+    alone = max(highest, of_all + step) - of_all
+    part = _later_part(geometry)
+    if part and (parted := later(part)) > alone:
+        return parted, f" of a batch's second part{words}"
+    return alone, f" ({gib(saved)}), which gradients take the place of{words}"
+
+
+def _later_part(geometry: Geometry) -> float:
+    """Samples of the largest micro-batch that another one may come before, as a share of a batch; 0.0 where
+    a batch is never parted.
+    """
+    *smaller, _ = geometry.usual_parts.get("as they are", (1.0,))
+    return max((size for size, often in enumerate(smaller, 1) if often), default=0) / (len(smaller) + 1)
 
 
 def _gradients(

@@ -39,11 +39,12 @@ def optimizer_ms(storage: Storage, geometry: Geometry, terabytes: float) -> floa
 
 
 def adding_ms(storage: Storage, geometry: Geometry, bytes_ms: float) -> float:
-    """Adding a micro-batch's gradients to those of the ones before, `bytes_ms` for a byte; the first one's
+    """Adding a batch's gradients to those of the micro-batches before, `bytes_ms` for a byte; the first one's
     become the sums.
     """
     each = states.of(storage.method, storage.dtype, storage.optimizer)[1]
-    others = (storage.rounds - 1) / storage.rounds if storage.method == "full" else 0.0
+    parts = sum(geometry.usual_parts.get("as they are", (1.0,)))
+    others = max(0.0, parts - 1 / storage.rounds) if storage.method == "full" else 0.0
     return others * 3 * each * parameters(geometry, "trained") / storage.ranks * bytes_ms
 
 

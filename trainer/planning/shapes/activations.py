@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -121,6 +121,15 @@ class Activations:
             inputs + others + max(self.whole.beyond if others else 0, self.head),
             inputs + self.recomputed.fixed + max(self.recomputed.beyond, self.head),
         )
+
+    def scaled(self, share: float) -> Activations:
+        """Activations of a share of a micro-batch's samples; what the head holds stays."""
+
+        def of(held: Held) -> Held:
+            blocks = tuple(int(share * one) for one in held.blocks)
+            return Held(fixed=int(share * held.fixed), blocks=blocks, beyond=int(share * held.beyond))
+
+        return replace(self, whole=of(self.whole), recomputed=of(self.recomputed))
 
     def backward(
         self, gradients: Sequence[int], head: int, *, recomputed: int, stay: bool
