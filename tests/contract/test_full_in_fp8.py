@@ -35,6 +35,7 @@ from trainer.engine.records import checkpoint
 from trainer.errors import HardwareError
 from trainer.modeling.storage.fp8_trained import Fp8TrainedLinear
 from trainer.modeling.storage.joined_trained import products_of
+from trainer.planning.shapes.geometry import input_of
 
 QUIET = ("validation.prompts=[]", "train.max_grad_norm=1000000")
 
@@ -115,6 +116,10 @@ def test_every_family_is_proved(
     assert together and f"{sum(together)} layers" in said and f"in {len(together)} groups" in said
     assert unread == (6 if case.family.startswith("qwen") else 0), said
     assert all(parameter.grad is None for parameter in built.model.parameters())
+    # the planner, which has names alone, counts the same inputs
+    names = {id(module): name for name, module in built.model.named_modules()}
+    inputs = [{input_of(names[id(layer)]) for layer in group} for group in groups]
+    assert all(len(found) == 1 for found in inputs) and len(set.union(*inputs)) == len(groups)
 
 
 @pytest.mark.parametrize("gradient", ["fp8", "bf16"])
