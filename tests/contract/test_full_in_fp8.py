@@ -34,6 +34,8 @@ from trainer.engine.building.build import build, load_base
 from trainer.engine.records import checkpoint
 from trainer.errors import HardwareError
 from trainer.modeling.storage.fp8_trained import Fp8TrainedLinear
+from trainer.modeling.storage.joined_trained import products_of
+from trainer.planning.shapes.geometry import input_of
 
 QUIET = ("validation.prompts=[]", "train.max_grad_norm=1000000")
 
@@ -105,11 +107,19 @@ def test_every_family_is_proved(
     job = in_fp8(workshop.job(case, tmp_path, "model.dtype=bf16", *QUIET))
     built = build(job.context)
     layers = sum(isinstance(one, Fp8TrainedLinear) for one in built.model.modules())
+    groups = list(products_of(built.model))
     (said,) = [line for line in job.said if "as counted" in line]
     products = int(re.findall(r"(\d+) products", said)[0])
-    unread = layers * 3 - products
-    assert layers and unread == (6 if case.family.startswith("qwen") else 0), said
+    unread = len(groups) * 3 - products
+    together = [len(group) for group in groups if len(group) > 1]
+    assert f"fp8: {layers} of " in said and layers == sum(map(len, groups))
+    assert together and f"{sum(together)} layers" in said and f"in {len(together)} groups" in said
+    assert unread == (6 if case.family.startswith("qwen") else 0), said
     assert all(parameter.grad is None for parameter in built.model.parameters())
+    # the planner, which has names alone, counts the same inputs
+    names = {id(module): name for name, module in built.model.named_modules()}
+    inputs = [{input_of(names[id(layer)]) for layer in group} for group in groups]
+    assert all(len(found) == 1 for found in inputs) and len(set.union(*inputs)) == len(groups)
 
 
 @pytest.mark.parametrize("gradient", ["fp8", "bf16"])

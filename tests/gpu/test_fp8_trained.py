@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.modeling.storage.fp8 import LEAST, MOST, padded_rows, quantize_rows, unpack_rows
 from trainer.modeling.storage.fp8_gradient import QuantizedGradient, quantize_gradient
-from trainer.modeling.storage.fp8_trained import Fp8TrainedLinear, WeightGradient
+from trainer.modeling.storage.fp8_trained import Fp8TrainedLinear, WeightGradient, refresh_weights
+from trainer.modeling.storage.joined_trained import Joined, join_trained
 
 pytestmark = pytest.mark.gpu
 OUT, IN = 384, 256
@@ -184,3 +187,50 @@ def test_kept_inputs_are_unpacked_as_plain_torch_does_it() -> None:
     values, scale = quantize_rows(torch.randn(77, 3072, device="cuda").bfloat16(), pad=True)
     found = unpack_rows(values[:77], scale[:77], torch.bfloat16)
     assert torch.equal(found, (values[:77].float() * scale[:77]).bfloat16())
+
+
+# layers of one input
+
+
+class Projections(torch.nn.Module):
+    """Query, key and value of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (torch.nn.Linear(IN, out, dtype=torch.bfloat16) for out in (256, 64, 64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.q(inputs), self.k(inputs), self.v(inputs)], dim=-1)
+
+
+def projections(way: WeightGradient | None, device: str, *, joins: bool) -> torch.nn.Sequential:
+    """They in a block, in FP8 with gradients of weights in `way`, or in bf16."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Projections()).to(device)
+    if way is not None:
+        for name in ("0.q", "0.k", "0.v"):
+            linear: Any = model.get_submodule(name)
+            model.set_submodule(name, Fp8TrainedLinear(linear, weight_gradient=way))
+    if joins:
+        found = join_trained(model, [["0.q", "0.k", "0.v"]], {"0": model[0]})
+        assert found == Joined(layers=3, groups=1)
+    refresh_weights(model)
+    return model
+
+
+@pytest.mark.parametrize("way", ["fp8", "bf16", None])
+@pytest.mark.parametrize("tokens", [77, 512])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_joined_layers_compute_what_separate_ones_do(
+    way: WeightGradient | None, tokens: int, compiled: bool
+) -> None:
+    joined, apart = (projections(way, "cuda", joins=joins) for joins in (True, False))
+    found = passes(torch.compile(joined, fullgraph=True) if compiled else joined, joined, tokens, "cuda")
+    wanted = passes(apart, apart, tokens, "cuda")
+    assert len(found) == len(wanted) == 2 + 6
+    for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        # the gradient of the inputs is summed in another type, and quantised with one scale for all
+        bound = 5e-2 if number == 1 and way is not None else 1e-2
+        assert (ours - theirs).norm() / theirs.norm() < bound
+    gradients = [layer.weight.grad for layer in (joined[0].q, joined[0].k, joined[0].v)]
+    assert len({one.untyped_storage().data_ptr() for one in gradients}) == 1

@@ -242,10 +242,10 @@ def test_inputs_are_quantised_once_and_gradients_twice() -> None:
 
 
 def test_values_of_the_blocks_linears_are_those_of_their_sides() -> None:
-    """Llama-8B: q, k, v, gate and up read 4,096 values of a token, o as many, down 14,336."""
+    """Llama-8B: q, k and v read 4,096 values of a token once, gate and up, and o as many, down 14,336."""
     read, given = full_size("llama").linear_values
     tokens, blocks = 4096, 32
-    assert read == tokens * blocks * (6 * 4096 + 14336)
+    assert read == tokens * blocks * (3 * 4096 + 14336)
     assert given == tokens * blocks * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from trainer.engine.building.fast import compile_model
+from trainer.engine.building.fast import compile_model, join_linears, linears_of_one_input
 from trainer.engine.building.fp8 import prove_fp8, train_in_fp8
 from trainer.engine.building.model import Model
 from trainer.engine.building.staged import absent, devices, file_readers, with_staged_blocks
@@ -68,8 +68,8 @@ def build(context: Context, varies: Sequence[str] = ()) -> Built:
     else:
         module.requires_grad_(True)
     module.train()
-    if plan.weight_gradient:
-        context.say(train_in_fp8(context, module))
+    if context.config.method == "full":
+        _join(context, model)
     if plan.activation_checkpointing:
         _recompute(context, model)
     if plan.compile:
@@ -95,6 +95,15 @@ def build(context: Context, varies: Sequence[str] = ()) -> Built:
         text_readers=readers,
         context=context,
     )
+
+
+def _join(context: Context, model: Model) -> None:
+    """Have trained linears of one input compute together, and all in FP8 where the plan says so."""
+    names = linears_of_one_input(context, model)
+    if context.plan.weight_gradient:
+        context.say(train_in_fp8(context, model, names))
+    elif names:
+        context.say(f"bf16: {join_linears(context, model, names)}")
 
 
 def load_base(context: Context) -> Model:

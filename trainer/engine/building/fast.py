@@ -14,6 +14,8 @@ from trainer.engine.caching.batches import synthetic
 from trainer.engine.context import Context
 from trainer.families.values import Batch, Draw, Shape
 from trainer.modeling.blocks.compiled import compile_blocks, eager, varying_sizes
+from trainer.modeling.blocks.same_input import same_inputs
+from trainer.modeling.storage.joined_trained import Joined, join_trained
 
 # a small input: which layers share theirs, and which kernels run, does not depend on its size
 _SIDE, _TOKENS = 256, 64
@@ -49,6 +51,25 @@ def fuse(model: Any, run: Callable[[], None]) -> Fused:
         activations=fuse_feed_forwards(model),
         joined=join_siblings(model, run),
     )
+
+
+def linears_of_one_input(context: Context, model: Model) -> list[list[str]]:
+    """Names of a full fine-tune's linears by the input that they are given; none where they stay separate.
+
+    They do in fp32, which is not what fast runs are in, and where weights lie in rows over several GPUs: each
+    layer's rows are gathered for themselves.
+    """
+    if context.plan.dtype != "bf16" or model.root is not None:
+        return []
+    return same_inputs(model.module, small_forward(context, model.module), (torch.nn.Linear,))
+
+
+def join_linears(context: Context, model: Model, names: list[list[str]]) -> Joined:
+    """Join those of `linears_of_one_input` that are alike, and give back the memory that they had."""
+    joined = join_trained(model.module, names, model.blocks)
+    if context.device != "cpu":
+        torch.cuda.empty_cache()
+    return joined
 
 
 def _fuse_and_compact(context: Context, model: Model) -> Fused:

@@ -7,16 +7,17 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.engine.building.fast import small_batch, small_forward
+from trainer.engine.building.fast import join_linears, small_batch, small_forward
+from trainer.engine.building.model import Model
 from trainer.engine.context import Context
 from trainer.errors import ConfigError, HardwareError
 from trainer.modeling.storage.fp8 import keep_ones
 from trainer.modeling.storage.fp8_trained import (
-    Fp8TrainedLinear,
     WeightGradient,
     multiply_in_fp8,
     refresh_weights,
 )
+from trainer.modeling.storage.joined_trained import products_of
 
 
 def prove_fp8(context: Context, model: Any) -> str:
@@ -40,46 +41,48 @@ def prove_fp8(context: Context, model: Any) -> str:
     return f"{products.count} products of one forward pass ran in FP8, as counted"
 
 
-def train_in_fp8(context: Context, model: Any) -> str:
-    """Have a model's linears multiply in FP8 while their weights train; say how many, and how many products
-    of a small forward and backward pass ran in FP8.
+def train_in_fp8(context: Context, model: Model, names: list[list[str]]) -> str:
+    """Have a model's linears multiply in FP8 while their weights train, those of one input (`names`) as one;
+    say how many, and how many products of a small forward and backward pass ran in FP8.
 
     Raises ConfigError where no layer can, and HardwareError where a product ran in another type.
     """
     plan = context.plan
     kind: WeightGradient = "fp8" if plan.weight_gradient == "fp8" else "bf16"
-    count, kept = multiply_in_fp8(model, plan.way, context.family.high_precision, kind)
+    count, kept = multiply_in_fp8(model.module, plan.way, context.family.high_precision, kind)
     if not count:
         raise ConfigError(
             "no layer of this model can be trained in FP8",
             where="features.compute",
             remedy="set features.compute: bf16",
         )
+    joined = join_linears(context, model, names)
     keep_ones(context.device)
-    refresh_weights(model)
-    proved = prove_trained(context, model)
-    return f"fp8: {count} of {count + kept} linear layers, gradients of weights in {kind}; {proved}"
+    refresh_weights(model.module)
+    proved = prove_trained(context, model.module)
+    return f"fp8: {count} of {count + kept} linear layers, gradients of weights in {kind}; {joined}; {proved}"
 
 
 def prove_trained(context: Context, model: Any) -> str:
     """Say how many products of a small forward and backward pass ran in FP8.
 
-    Raises HardwareError where a layer had fewer than its share: output, gradient of the inputs and, unless
-    that is in bf16, gradient of the weight.
+    Raises HardwareError where a layer, or a group of joined ones, had fewer than its share: output, gradient
+    of the inputs and, unless that is in bf16, gradient of the weights.
     """
     batch, draw = small_batch(context)
     with _Products() as products:
         context.family.loss(model, batch, draw, context.settings).sum().backward()
-    layers = [module for module in model.modules() if isinstance(module, Fp8TrainedLinear)]
+    groups = list(products_of(model))
     # nothing reads what a last block makes of the text: there a model has no gradient
-    reached = sum(layer.weight.grad is not None for layer in layers)
+    reached = sum(any(layer.weight.grad is not None for layer in group) for group in groups)
     for parameter in model.parameters():
         parameter.grad = None
     each = 3 if context.plan.weight_gradient == "fp8" else 2
-    wanted = len(layers) + (each - 1) * reached
+    wanted = len(groups) + (each - 1) * reached
     if not reached or products.count < wanted:
         raise HardwareError(
-            f"{len(layers)} layers are to have {wanted} products in FP8, but only {products.count} ran in it",
+            f"{sum(map(len, groups))} layers are to have {wanted} products in FP8, but only"
+            f" {products.count} ran in it",
             where="features.compute",
             remedy="set features.compute: bf16",
         )

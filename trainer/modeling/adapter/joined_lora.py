@@ -8,10 +8,7 @@ without siblings adds its adapter's product in one pass over its output.
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +16,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 
 from trainer.modeling.adapter.lora import ADAPTER
 from trainer.modeling.adapter.low_rank import add_low_rank
+from trainer.modeling.blocks.same_input import Group, become_members, in_one, same_inputs
 from trainer.modeling.storage.row_quantized import RowScaledLinear, row_scaled
 
 # buffers of a group's first layer
@@ -30,36 +28,21 @@ it: hidden (..., all ranks), and `ups`.
 """
 
 
-@dataclass(kw_only=True)
-class _Shared:
-    """State of one group of layers. They are called in order, and the first computes for all."""
-
-    members: tuple[Any, ...]
-    sizes: list[int]
-    scaling: float
-    pending: tuple[torch.Tensor, ...] | None = None
-    """Outputs that were computed and not asked for yet."""
-
-
 class _Member(LoraLinear):
     """A LoRA layer of a group. It is assigned as the class of a layer, never constructed."""
 
-    shared: _Shared
+    shared: Group
     place: int
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute peft's forward pass, for all members when the first one is called."""
-        shared = self.shared
         if not _is_active(self):
             return super().forward(x, *args, **kwargs)
+        joint = None
         if self.place == 0:
-            whole, hidden, ups = _parts(shared, x)
-            shared.pending = add_low_rank(whole, hidden, *ups).split(shared.sizes, dim=-1)
-        assert shared.pending is not None, "layers of one input are called in another order"
-        output = shared.pending[self.place]
-        if self.place == len(shared.members) - 1:
-            shared.pending = None
-        return output
+            whole, hidden, ups = _parts(self.shared, x)
+            joint = add_low_rank(whole, hidden, *ups)
+        return self.shared.output(self.place, x, joint)
 
 
 class _Single(LoraLinear):
@@ -98,7 +81,7 @@ def join_siblings(model: torch.nn.Module, run: Callable[[], object]) -> int:
     others, which are not counted, add their adapters in one pass.
     """
     joined = 0
-    for names in _same_inputs(model, run):
+    for names in same_inputs(model, run, (LoraLinear, _Single)):
         by_parent: dict[str, list[Any]] = {}
         for name in names:
             by_parent.setdefault(name.rpartition(".")[0], []).append(model.get_submodule(name))
@@ -126,35 +109,6 @@ def part_siblings(model: torch.nn.Module) -> None:
             plain.__class__ = LoraLinear
 
 
-def _same_inputs(model: torch.nn.Module, run: Callable[[], object]) -> list[list[str]]:
-    """Names of LoRA layers by input, in the order of their calls; none of a layer called twice."""
-    # weak references: the inputs of all layers at once would be gigabytes
-    inputs: dict[int, tuple[weakref.ref[torch.Tensor], list[str]]] = {}
-    groups: list[list[str]] = []
-    counts: dict[str, int] = {}
-    handles = []
-
-    def note(name: str, module: Any, arguments: tuple[torch.Tensor, ...]) -> None:
-        counts[name] = counts.get(name, 0) + 1
-        known, names = inputs.get(id(arguments[0]), (None, []))
-        if known is None or known() is not arguments[0]:
-            names = []
-            groups.append(names)
-            inputs[id(arguments[0])] = weakref.ref(arguments[0]), names
-        names.append(name)
-
-    for name, module in model.named_modules():
-        if type(module) in (LoraLinear, _Single):
-            handles.append(module.register_forward_pre_hook(functools.partial(note, name)))
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [group for group in groups if all(counts[name] == 1 for name in group)]
-
-
 def _alike(layers: list[Any]) -> bool:
     """True where the weights can be one: same kind of layer, dtype, adapter scale and presence of biases."""
     kinds = {_kind(layer) for layer in layers}
@@ -178,30 +132,17 @@ def _kind(layer: Any) -> tuple[Any, ...]:
 def _join(layers: list[Any]) -> None:
     bases = [layer.base_layer for layer in layers]
     sizes = [base.out_features for base in bases]
-    weight, scale, transposed = _one([base.weight for base in bases]), None, None
-    bias = None if bases[0].bias is None else _one([base.bias for base in bases])
+    weight, scale, transposed = in_one([base.weight for base in bases]), None, None
+    bias = None if bases[0].bias is None else in_one([base.bias for base in bases])
     if isinstance(bases[0], RowScaledLinear):
-        scale = _one([base.weight_scale for base in bases])
+        scale = in_one([base.weight_scale for base in bases])
         if bases[0].transposed is not None:
             transposed = torch.cat([base.transposed for base in bases], dim=1)
             for base, part in zip(bases, transposed.split(sizes, dim=1), strict=True):
                 base.transposed = part
     for name, tensor in zip(_JOINT, (weight, bias, scale, transposed), strict=True):
         layers[0].register_buffer(name, tensor, persistent=False)
-    shared = _Shared(members=tuple(layers), sizes=sizes, scaling=layers[0].scaling[ADAPTER])
-    for place, layer in enumerate(layers):
-        layer.__class__ = _Member
-        # not through the module's own assignment, which would make the group's layers children of each other
-        object.__setattr__(layer, "shared", shared)
-        object.__setattr__(layer, "place", place)
-
-
-def _one(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The tensors under each other in one; each becomes a view of its part."""
-    whole = torch.cat([tensor.data for tensor in tensors])
-    for tensor, part in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
-        tensor.data = part
-    return whole
+    become_members(layers, _Member)
 
 
 def _is_active(layer: Any) -> bool:
@@ -214,7 +155,7 @@ def _scaled(down: torch.Tensor, scaling: float) -> torch.Tensor:
     return down if scaling == 1.0 else down * scaling
 
 
-def _parts(shared: _Shared, inputs: torch.Tensor) -> Parts:
+def _parts(shared: Group, inputs: torch.Tensor) -> Parts:
     """The members' outputs for the same input: of their bases, and what their adapters add."""
     first = shared.members[0]
     base = first.base_layer
@@ -232,5 +173,5 @@ def _parts(shared: _Shared, inputs: torch.Tensor) -> Parts:
     else:
         whole = linear(inputs, first.joint_weight, first.joint_bias)
     down = torch.cat([member.lora_A[ADAPTER].weight for member in shared.members])
-    hidden = linear(inputs, _scaled(down, shared.scaling))
+    hidden = linear(inputs, _scaled(down, first.scaling[ADAPTER]))
     return whole, hidden, tuple(member.lora_B[ADAPTER].weight for member in shared.members)

@@ -66,7 +66,7 @@ class Fp8TrainedLinear(torch.nn.Linear):
             raise ValueError(f"FP8 products want sides that are multiples of 16, not {sides}")
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
-        self._twice, self._weight_gradient = copies == 2, weight_gradient
+        self.copies, self.weight_gradient = copies, weight_gradient
         for name in ("values", "scale", "transposed"):
             self.register_buffer(name, None, persistent=False)
 
@@ -76,13 +76,16 @@ class Fp8TrainedLinear(torch.nn.Linear):
 
         They are written in place: graphs know where they lie.
         """
-        (out, inner), device = self.weight.shape, self.weight.device
+        self._quantize(self.weight)
+
+    def _quantize(self, weight: torch.Tensor) -> None:
+        (out, inner), device = weight.shape, weight.device
         if self.values is None or self.scale is None:
             self.values = torch.empty((out, inner), dtype=torch.float8_e4m3fn, device=device)
             self.scale = torch.empty((out, 1), dtype=torch.float32, device=device)
-            if self._twice:
+            if self.copies == 2:
                 self.transposed = torch.empty((inner, out), dtype=torch.float8_e4m3fn, device=device)
-        quantize_rows_into(self.weight, self.values, self.scale)
+        quantize_rows_into(weight, self.values, self.scale)
         if self.transposed is not None:
             transpose_bytes_into(self.values, self.transposed)
 
@@ -90,13 +93,17 @@ class Fp8TrainedLinear(torch.nn.Linear):
         """(..., in) -> (..., out) in the input's dtype."""
         if not self.training:
             return super().forward(input)
+        return fp8_trained_linear(input, self.weight, self.quantized, self.bias, self.weight_gradient)
+
+    @property
+    def quantized(self) -> Quantized:
+        """The bytes of the last `refresh`."""
         assert self.values is not None and self.scale is not None, "refresh comes before the first step"
-        quantized = Quantized(self.values, self.scale, self.transposed)
-        return fp8_trained_linear(input, self.weight, quantized, self.bias, self._weight_gradient)
+        return Quantized(self.values, self.scale, self.transposed)
 
     def extra_repr(self) -> str:
         """The sides of torch's own layer, and what it multiplies in."""
-        return f"{super().extra_repr()}, trained in fp8, gradient of the weight in {self._weight_gradient}"
+        return f"{super().extra_repr()}, trained in fp8, gradient of the weight in {self.weight_gradient}"
 
 
 def multiply_in_fp8(
@@ -140,9 +147,29 @@ def fp8_trained_linear(
     `quantized` is what is multiplied; inputs, weight and bias have gradients, each in its own type. On a CPU
     the products are computed in fp32 from the same quantised values.
     """
+    biases = () if bias is None else (bias,)
+    return fp8_joined_linear(inputs, (weight,), quantized, biases, None, weight_gradient)
+
+
+def fp8_joined_linear(
+    inputs: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    quantized: Quantized,
+    biases: Sequence[torch.Tensor],
+    joint_bias: torch.Tensor | None,
+    weight_gradient: WeightGradient,
+) -> torch.Tensor:
+    """`fp8_trained_linear` of several layers as one: their outputs beside each other.
+
+    `quantized` and `joint_bias` are those of all weights (out, in) and biases (out,) under each other;
+    weights, and biases where there are any, have gradients that are views of one.
+    """
     rows = inputs.reshape(-1, inputs.shape[-1])
-    output: torch.Tensor = _Trained.apply(rows, weight, *quantized, bias, weight_gradient)
-    return output.reshape(*inputs.shape[:-1], weight.shape[0])
+    bias = joint_bias if len(biases) > 1 else None
+    output: torch.Tensor = _Trained.apply(
+        rows, *quantized, bias, weight_gradient, len(weights), *weights, *biases
+    )
+    return output.reshape(*inputs.shape[:-1], output.shape[-1])
 
 
 class _Trained(torch.autograd.Function):
@@ -150,17 +177,21 @@ class _Trained(torch.autograd.Function):
     def forward(
         ctx: Any,
         inputs: torch.Tensor,
-        weight: torch.Tensor,
         values: torch.Tensor,
         scale: torch.Tensor,
         transposed: torch.Tensor | None,
-        bias: torch.Tensor | None,
+        joint_bias: torch.Tensor | None,
         weight_gradient: WeightGradient,
+        layers: int,
+        *parameters: torch.Tensor,
     ) -> torch.Tensor:
+        weights, biases = parameters[:layers], parameters[layers:]
         kept, row_scale = quantize_rows(inputs, pad=True)
         ctx.save_for_backward(kept, row_scale, values if transposed is None else transposed, scale)
         ctx.is_transposed, ctx.weight_gradient = transposed is not None, weight_gradient
-        ctx.types = weight.dtype, None if bias is None else bias.dtype
+        ctx.sizes = [len(one) for one in weights]
+        ctx.types = weights[0].dtype, biases[0].dtype if biases else None
+        bias = biases[0] if len(biases) == 1 else joint_bias
         return multiply(kept, row_scale, values.t(), scale.t(), bias, inputs.dtype, rows=inputs.shape[0])
 
     @staticmethod
@@ -168,8 +199,9 @@ class _Trained(torch.autograd.Function):
         kept, row_scale, weight, scale = ctx.saved_tensors
         of_inputs = of_weight = of_bias = both = None
         rows, (dtype, bias_dtype) = gradient.shape[0], ctx.types
-        wants_inputs, wants_weight = ctx.needs_input_grad[:2]
-        wants_bias = bias_dtype is not None and ctx.needs_input_grad[5]
+        wants = ctx.needs_input_grad
+        wants_inputs, first_bias = wants[0], _FIRST + len(ctx.sizes)
+        wants_weight, wants_bias = any(wants[_FIRST:first_bias]), any(wants[first_bias:])
         if wants_weight and ctx.weight_gradient == "fp8":
             across = scale.view(-1) if wants_inputs else None
             both = quantize_gradient(gradient, across, row_scale, with_sums=wants_bias)
@@ -188,4 +220,15 @@ class _Trained(torch.autograd.Function):
         if wants_bias:
             sums = gradient.sum(0, dtype=torch.float32) if both is None else both.sums
             of_bias = sums.to(bias_dtype)
-        return of_inputs, of_weight, None, None, None, of_bias, None
+        nothing = [None] * (_FIRST - 1)
+        of_biases = () if bias_dtype is None else by_member(of_bias, ctx.sizes)
+        return of_inputs, *nothing, *by_member(of_weight, ctx.sizes), *of_biases
+
+
+# place of the first weight among what `_Trained` is given
+_FIRST = 7
+
+
+def by_member(whole: torch.Tensor | None, sizes: Sequence[int]) -> Sequence[torch.Tensor | None]:
+    """A gradient of joint parameters as views of each one's rows."""
+    return [None] * len(sizes) if whole is None else whole.split(list(sizes))

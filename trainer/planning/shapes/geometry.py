@@ -24,6 +24,12 @@ Size = tuple[int, int]
 TABLES = Path(__file__).parent / "tables"
 _BLOCK = re.compile(r"(.*?\b\w+\.\d+)\.")
 """Start of a tensor's name: the outermost numbered module that it is in."""
+_ONE_INPUT = (
+    re.compile(r"(?:to_)?(?:q|k|v|query|key|value)(?:_proj)?|proj_mlp"),
+    re.compile(r"add_[qkv]_proj"),
+    re.compile(r"(?:gate|up)_proj"),
+)
+"""Last names of linears that an attention, its text's side, or a gated MLP gives one input."""
 _LEAST_LINEARS = 2
 """A numbered module with fewer linear layers is no block."""
 
@@ -185,6 +191,19 @@ def linear_blocks(
     return tuple(found)
 
 
+def input_of(name: str) -> str:
+    """A word that stands for the input of a block's linear of this name: linears that are given the same one
+    have it in common, by what libraries call them.
+    """
+    parent, _, last = name.rpartition(".")
+    if last == "proj_mlp":  # of a block that attends and feeds forward beside each other
+        parent = f"{parent}.attn"
+    if "cross" in parent and "query" in last:  # keys and values are of something else
+        return name
+    kinds = [number for number, pattern in enumerate(_ONE_INPUT) if pattern.fullmatch(last)]
+    return f"{parent} {kinds[0]}" if kinds else name
+
+
 @functools.lru_cache(maxsize=64)
 def linear_values(
     part: ComponentGeometry,
@@ -195,15 +214,18 @@ def linear_values(
     text: int,
 ) -> tuple[int, int]:
     """(values that the blocks' linears read, values that they give) in a pass over so many tokens, of which
-    so many are text; linears whose names hold `aside` see these alone.
+    so many are text; linears whose names hold `aside` see these alone. Those of one input read it once.
     """
     read = given = 0
     for linears in by_block(parted(part, high_precision)[1], least=_LEAST_LINEARS).values():
         textual = {name for name in linears if aside.search(name)}
         others = every - text if textual else every
+        inputs: dict[str, int] = {}
         for name, (outs, ins) in linears.items():
             tokens = text if name in textual else others
-            read, given = read + tokens * ins, given + tokens * outs
+            inputs[input_of(name)] = tokens * ins
+            given += tokens * outs
+        read += sum(inputs.values())
     return read, given
 
 
