@@ -145,11 +145,11 @@ def interrupted(whole: Trained, folder: Path) -> None:
 
 LLAMA = next(case for case in FULL_CASES if case.family == "llama")
 FLUX = FULL_CASES[0]
+
+
 # five runs of up to four processes each: that of pictures takes half a minute
-ALL = [pytest.param(case, marks=() if case == LLAMA else pytest.mark.slow) for case in FULL_CASES]
-
-
-@pytest.mark.parametrize("case", ALL, ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FULL_CASES, ids=str)
 def test_rows_over_any_number_of_ranks_learn_what_one_process_learns(
     case: Case, runs: Runs, tmp_path: Path
 ) -> None:
