@@ -262,7 +262,7 @@ def test_the_whole_command_with_emulated_fp8(
     monkeypatch.setattr(jobs, "train", train_here)
     monkeypatch.setattr(jobs, "call", call_here)
     quiet_libraries()
-    record, steps = tmp_path / "record.json", 20
+    record, steps = tmp_path / "record.json", 12
     small = ["--size", "tiny", "--text-bytes", "60000"]
     if family != "llama":
         config = converge_full.REPOSITORY / "train_configs" / f"{family}_full.yaml"
@@ -286,7 +286,7 @@ def test_the_whole_command_with_emulated_fp8(
         assert row["within_1_percent"] and row["band"] > 0.0
         assert all(0.9 < found["lowest"] < 1.0 for found in row["gradients"].values())
         assert 0.99 < row["alone"]["lowest"] < 1.0 and row["alone"]["tensors"] >= 14
-        assert f"{row['setting']}: the last 20 steps' loss is" in printed.err
+        assert f"{row['setting']}: the last 12 steps' loss is" in printed.err
     assert code == (0 if all(map(records.holds, fp8_rows)) else 1)
     table = from_json(record.read_text(), "record")
     assert isinstance(table, Table) and table.curves is not None
