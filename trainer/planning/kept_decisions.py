@@ -14,6 +14,7 @@ from typing import Any
 from trainer.config.reading.load import Loaded
 from trainer.config.schema import RunConfig, changed
 from trainer.errors import ConfigError
+from trainer.planning.choose.optimizers import STOCHASTIC
 
 PLAN_FILE = "plan.json"
 
@@ -32,6 +33,8 @@ def continued(loaded: Loaded) -> Loaded:
     as_many = size * steps == train.train_batch_size * train.gradient_accumulation_steps
     if as_many and size != train.train_batch_size:
         kept = {"train.train_batch_size": size, "train.gradient_accumulation_steps": steps}
+    if train.optimizer == "adamw" and began.get("optimizer") == STOCHASTIC:
+        kept["train.optimizer"] = STOCHASTIC
     if config.model.dtype == "auto" and "dtype" in began:
         kept["model.dtype"] = began["dtype"]
     # fp16 follows from model.dtype, and is no word of this key

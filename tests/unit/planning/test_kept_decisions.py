@@ -14,7 +14,7 @@ from tests.unit.planning.test_resolve import matmuls
 from trainer.cli.options import Layers
 from trainer.config.reading.load import Loaded
 from trainer.config.schema import RunConfig
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, HardwareError
 from trainer.planning.kept_decisions import continued
 from trainer.planning.planning import plan_run
 
@@ -131,3 +131,22 @@ def test_a_damaged_plan_is_told(load: Load, tmp_path: Path, content: str) -> Non
     with pytest.raises(ConfigError, match="plan cannot be read") as raised:
         continued(load())
     assert str(tmp_path / "plan.json") in str(raised.value)
+
+
+def test_a_run_keeps_the_optimizer_whose_state_it_has(load: Load, tmp_path: Path) -> None:
+    """Free memory changes between two starts: masters are neither found again nor given up."""
+    config, image = "train_configs/flux1_dev_full.yaml", ("data.sets=[{img_dir: images}]",)
+
+    def loaded(*overrides: str) -> Loaded:
+        return Layers((Path(config),), (*image, "data.resolution=512", *overrides), None, tmp_path).load()
+
+    def optimizer(budget: str) -> str:
+        return plan_run(continued(loaded(f"features.memory_budget={budget}")), machine("h200")).optimizer
+
+    assert [optimizer(size) for size in ("130GiB", "100GiB")] == ["adamw_split_bf16", "adamw_stochastic_bf16"]
+    plan = {"dtype": "bf16", "weights": "bf16", "micro_batch_size": 1, "accumulation_steps": 8}
+    begin(tmp_path, plan | {"optimizer": "adamw_stochastic_bf16"})
+    assert optimizer("130GiB") == "adamw_stochastic_bf16"
+    (tmp_path / "plan.json").write_text(json.dumps(plan | {"optimizer": "adamw_split_bf16"}))
+    with pytest.raises(HardwareError, match="does not fit"):
+        optimizer("100GiB")

@@ -47,9 +47,11 @@ def optimizer(situation: Situation, *, chosen: str = "", others: int = 0) -> Dec
 
 
 def kinds(situation: Situation) -> tuple[str, ...]:
-    """The optimizers that `auto` may take, the one that is better first."""
+    """The optimizers that `auto` may take, the one that is better first; one of a run that goes on, whose
+    checkpoint has its state.
+    """
     usual = optimizer(situation).value
-    return (usual, STOCHASTIC) if usual == SPLIT else (usual,)
+    return (usual, STOCHASTIC) if usual == SPLIT and not situation.goes_on else (usual,)
 
 
 def trains_in_bf16(situation: Situation) -> bool:
