@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from bench import full, memory, processes
-from bench.machine import Machine
 from bench.record import Table, from_json
 from tests.golden.plans import MACHINES
+from tests.unit.bench.test_bench import MACHINE
 from trainer.planning.shapes.run_shapes import CONFIGS
 
 ROW = {
@@ -23,16 +23,6 @@ ROW = {
     "planned_milliseconds": 330.0,
     "milliseconds": 300.0,
 }
-HERE = Machine(
-    gpu="NVIDIA H200",
-    gpu_gib=139.8,
-    driver="580",
-    torch="2.11.0",
-    packages="",
-    cpu_cores=16,
-    architecture="x86_64",
-    month="2026-11",
-)
 
 
 def test_memory_and_time_are_compared_with_what_was_measured() -> None:
@@ -62,7 +52,7 @@ def test_three_families_have_twelve_settings_and_leave_a_record(
         return ROW | {"family": case.family, "setting": case.setting}
 
     monkeypatch.setattr(full.machine, "require_gpu", lambda remedy: None)
-    monkeypatch.setattr(full.machine, "describe", lambda month: HERE)
+    monkeypatch.setattr(full.machine, "describe", lambda month: MACHINE)
     monkeypatch.setattr(full.sweep, "probe", lambda case: None)
     monkeypatch.setattr(processes, "visible", lambda: ["0"])
     monkeypatch.setattr(memory, "measured_row", measured)

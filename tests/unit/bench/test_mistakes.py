@@ -11,7 +11,7 @@ import pytest
 
 from bench import __main__ as bench
 from bench import arguments, jobs, load, machine, memory, train
-from bench.machine import Machine
+from tests.unit.bench.test_bench import MACHINE
 from trainer.errors import AccessError, ConfigError, HardwareError
 
 BASE = "assets/tiny-flux"
@@ -20,19 +20,9 @@ BASE = "assets/tiny-flux"
 @pytest.fixture
 def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle GPU is here."""
-    described = Machine(
-        gpu="NVIDIA H200",
-        gpu_gib=139.8,
-        driver="580",
-        torch="2.11.0",
-        packages="",
-        cpu_cores=16,
-        architecture="x86_64",
-        month="2026-11",
-    )
     monkeypatch.setattr(machine, "require_gpu", lambda **_: None)
     monkeypatch.setattr(machine, "require_idle", lambda **_: None)
-    monkeypatch.setattr(machine, "describe", lambda _=None: described)
+    monkeypatch.setattr(machine, "describe", lambda _=None: MACHINE)
     monkeypatch.setattr(train, "compute_floors", lambda *_: ({}, {}))
 
 

@@ -1,38 +1,21 @@
 """FP8 kernels in Triton's interpreter, beside plain torch: bits are equal, once the interpreter rounds well.
 
-Triton reads its mode when it is imported, so these tests run in a process of their own. Where there is no
-Triton they are skipped: torch's CPU builds come without it.
+Triton reads its mode when it is imported: `test_fp8_kernels` runs this file in a process of its own.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from trainer.config.interpreter import python, with_safe_path
 from trainer.modeling.storage.fp8 import LEAST, MOST, padded_rows, quantize_rows, unpack_rows
 from trainer.modeling.storage.fp8_gradient import QuantizedGradient, quantize_gradient
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="in a process of its own")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton beside this torch")
-def test_kernels_in_the_interpreter() -> None:
-    environment = with_safe_path(dict(os.environ, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES=""))
-    command = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(Path(__file__)))
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.fixture
@@ -107,7 +90,6 @@ def agree(found: QuantizedGradient, gradient: torch.Tensor, across: torch.Tensor
     torch.testing.assert_close(found.sums, wanted.sums, equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
-@interpreted
 @pytest.mark.parametrize(
     ("rows", "out"), [(1, 16), (64, 128), (77, 144), (65, 400), (300, 48), (33, 1040), (128, 256), (2, 28672)]
 )
@@ -116,14 +98,12 @@ def test_a_gradient_is_quantised_as_plain_torch_does_it(kernels: Any, rows: int,
     agree(made(kernels, *inputs), *inputs)
 
 
-@interpreted
 @pytest.mark.parametrize("scale", [0.0, 1e-20, 1e-34, 1e30])
 def test_sizes_that_are_extreme(kernels: Any, scale: float) -> None:
     inputs = given(70, 96, scale)
     agree(made(kernels, *inputs), *inputs)
 
 
-@interpreted
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(
     "where",
@@ -148,7 +128,6 @@ def test_what_is_not_finite_is_seen(kernels: Any, bad: float, where: tuple[slice
     assert torch.equal(by_columns.all(1), columns) and torch.equal(by_columns.any(1), columns)
 
 
-@interpreted
 def test_scales_that_are_not_finite_are_seen(kernels: Any) -> None:
     gradient, across, down = given(70, 96)
     across[3], down[4] = float("nan"), float("nan")
@@ -157,7 +136,6 @@ def test_scales_that_are_not_finite_are_seen(kernels: Any) -> None:
     assert (found.turned.float() * found.turned_scale)[:, :70].isnan().all()
 
 
-@interpreted
 def test_parts_that_are_not_asked_for_are_empty(kernels: Any) -> None:
     gradient, across, down = given(70, 96)
     wanted = made(kernels, gradient, across, down)
@@ -167,13 +145,11 @@ def test_parts_that_are_not_asked_for_are_empty(kernels: Any) -> None:
     assert torch.equal(found.turned_scale, wanted.turned_scale)
 
 
-@interpreted
 def test_gradients_in_fp32(kernels: Any) -> None:
     gradient, across, down = given(70, 96)
     agree(made(kernels, gradient.float() * 1.001, across, down), gradient.float() * 1.001, across, down)
 
 
-@interpreted
 @pytest.mark.parametrize("columns", [16, 144, 6000, 20000])
 def test_a_weight_is_quantised_in_its_place(kernels: Any, columns: int) -> None:
     weight = torch.randn(20, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -189,7 +165,6 @@ def test_a_weight_is_quantised_in_its_place(kernels: Any, columns: int) -> None:
     assert torch.equal(turned.view(torch.uint8), quantized.view(torch.uint8).t())
 
 
-@interpreted
 @pytest.mark.parametrize("shape", [(1, 1), (16, 48), (129, 257), (132, 3), (3, 300), (256, 144)])
 def test_bytes_are_transposed(kernels: Any, shape: tuple[int, int]) -> None:
     matrix = torch.randint(0, 256, shape, dtype=torch.uint8)
@@ -197,7 +172,6 @@ def test_bytes_are_transposed(kernels: Any, shape: tuple[int, int]) -> None:
     assert torch.equal(rows.transpose_bytes(matrix), matrix.t())
 
 
-@interpreted
 def test_kept_inputs_are_unpacked(kernels: Any) -> None:
     stored = torch.arange(256, dtype=torch.uint8).repeat(3, 9)
     stored[stored & 127 == 127] = 0

@@ -70,7 +70,7 @@ def in_dtype(made: Case, dtype: torch.dtype) -> Case:
     def cast(values: Any) -> Any:
         return {n: one.to(dtype) if one.is_floating_point() else one for n, one in values.items()}
 
-    kept = set(getattr(made.model, "_keep_in_fp32_modules", None) or ())
+    kept = set(made.model._keep_in_fp32_modules or ())
     for name, one in made.model.named_parameters():
         if kept.isdisjoint(name.split(".")):
             one.data = one.data.to(dtype)

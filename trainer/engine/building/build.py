@@ -1,8 +1,9 @@
 """Building a model that can train from files, in the one order that is right.
 
 `load_base`: build on the meta device -> replace linear layers -> stream shards (read, quantise, place; blocks
-that lie elsewhere go there) -> attention kernel. `build`: LoRA, or FP8 for trained weights -> activation
-checkpointing -> joined layers -> compile -> optimizer. A resume comes after all of it, in `training.state`.
+that lie elsewhere go there) -> attention kernel. `build`: LoRA, or FP8 and joined layers of trained weights
+-> activation checkpointing -> a LoRA's joined layers -> compile -> optimizer. A resume comes after all of it,
+in `training.state`.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ class Updater:
 
     `adamw_fused_fp32`: bf16 and fp16 parameters get fp32 masters, gradients accumulate in fp32, and a step
     with a non-finite gradient changes nothing without waiting for the device. `adamw_8bit` and `prodigy` have
-    masters too, and the flag is read before their step. `adamw_split_bf16`: see `split_adamw`; clipping and
-    the flag are part of its step.
+    masters too, and the flag is read before their step. `adamw_split_bf16` and
+    `adamw_stochastic_bf16`: see `split_adamw`; clipping and the flag are part of their step.
 
     Of parameters in rows (`in_rows`) each rank owns its own: `parameters` are these.
     """
@@ -140,7 +140,7 @@ class Updater:
         self.kind = kind
         types = {parameter.dtype for parameter in self.parameters.values()}
         own = kind in optimizers.OF_BF16 or types == {torch.float32}
-        # parameters in fp32 and with split masters are their own masters
+        # parameters in fp32, with split masters and without masters are their own
         self.flat = None if own else FlatMasters(self.parameters)
         self.exchange: Exchange | None = None
         """Sums of gradients over the ranks, where several share the micro-batches of a step."""

@@ -52,5 +52,5 @@ _MEAN_PASSED = 18
 
 def passed(optimizer: str, *, averaged: bool) -> tuple[float, float]:
     """(bytes of a parameter that a step passes through the memory, share of the memory's rate)."""
-    size, share = _PASSED.get(optimizer, _PASSED["adamw_fused_fp32"])
+    size, share = _PASSED[optimizer]
     return size + _MEAN_PASSED * averaged, share

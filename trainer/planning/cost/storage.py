@@ -33,7 +33,7 @@ class Storage:
     """`int8` or `nf4`: storage of the text encoders' layers while captions are encoded; empty: `dtype`."""
     swapped: int = 0
     """Repeated blocks whose frozen weights wait in host memory."""
-    optimizer: str = "adamw"
+    optimizer: str = "adamw_fused_fp32"
     """The optimizer by the plan's name for it."""
     rounds: int = 1
     """Micro-batches that a process computes for an optimizer step."""

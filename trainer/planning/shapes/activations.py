@@ -193,7 +193,6 @@ def activations(
     `trained`: type of a full fine-tune's products, with counts of its own or those of a LoRA on all linears.
     """
     ways, style = counts["ways"], "compiled" if compiled else "eager"
-    own = full_way(compiled=compiled, products=trained) if trained else ""
     (every, captions), (kept, beyond_kept) = units, adapter
     caption_bytes = [counts["beside"].get(name, 0.0) * captions for name in counts["stacks"]]  # only read
 
@@ -203,26 +202,37 @@ def activations(
         for number, name in enumerate(counts["stacks"]):
             unit = captions if name in counts["captions"] else every
             size = found["blocks"][number] * unit
-            size += (not recomputes) * (extra[number] * unit + caption_bytes[number] + kept.get(name, 0))
+            if not recomputes:
+                size += extra[number] * unit + caption_bytes[number] + kept.get(name, 0)
             if way == style:  # budgets are shares of less, and were not counted so
                 size -= _spared(spared.get(name, (0, 0)), (extra[number] - more) * unit)
             each += [int(size)] * blocks.get(name, 0)
-        block = max(extra) * every + max(caption_bytes) + max(kept.values(), default=0)
-        beyond = int(found["beyond"] * every + beyond_kept + recomputes * block)
-        return Held(fixed=int(found["fixed"] * every), blocks=tuple(each), beyond=beyond)
+        beyond = found["beyond"] * every + beyond_kept
+        if recomputes:  # one block's
+            beyond += max(extra) * every + max(caption_bytes) + max(kept.values(), default=0)
+        return Held(fixed=int(found["fixed"] * every), blocks=tuple(each), beyond=int(beyond))
 
-    outside = f"{style}, {_RECOMPUTED} outside"
-    inside = next(way for one in (own, style) if (way := f"{one}, {_RECOMPUTED}") in ways)
+    whole, inside, outside = _counted_ways(ways, style, trained)
     return Activations(
-        whole=held(own if own in ways else style),
+        whole=held(whole),
         recomputed=held(inside, recomputes=True),
-        outside=held(outside if outside in ways else inside, recomputes=True),
+        outside=held(outside, recomputes=True),
         fp8_twice_as_bf16=counts.get("fp8_twice_as_bf16", False),
         shares=_shares({way: held(way) for way in ways if way.startswith(style) and _BUDGET in way}),
         head=head,
         stacks=tuple(name for name in counts["stacks"] for _ in range(blocks.get(name, 0))),
-        stand_in=f"{style}, {_ALL_LINEARS}" if own and own not in ways else "",
+        stand_in=f"{style}, {_ALL_LINEARS}" if trained and whole == style else "",
     )
+
+
+def _counted_ways(ways: Mapping[str, Any], style: str, trained: str) -> tuple[str, str, str]:
+    """Ways with everything kept, recomputed, and recomputed outside of compiled code; those of a full
+    fine-tune where they were counted.
+    """
+    own = full_way(compiled=style == "compiled", products=trained) if trained else style
+    inside = next(way for one in (own, style) if (way := f"{one}, {_RECOMPUTED}") in ways)
+    outside = f"{style}, {_RECOMPUTED} outside"
+    return own if own in ways else style, inside, outside if outside in ways else inside
 
 
 def _spared(inputs: tuple[int, int], counted_of_others: float) -> float:

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.config.schema import LoraSection, RunConfig
 from trainer.families.family import Family
@@ -24,6 +24,18 @@ TEXT_SIDE = re.compile(r"add_[qkv]_proj|to_add_out|_context|txt_|text_")
 _EMBEDDING, _HEAD = "embed_tokens", "lm_head"
 
 
+class PlannedAdapter(NamedTuple):
+    """An adapter as it is planned."""
+
+    parameters: int
+    layers: int
+    """Layers that have one."""
+    kept: Kept
+    """Bytes that it keeps in a micro-batch."""
+    spared: Spared
+    """Bytes that a block of each stack does not keep, since layers of it are frozen."""
+
+
 def planned_adapter(
     family: Family,
     config: RunConfig,
@@ -31,15 +43,14 @@ def planned_adapter(
     model_config: Mapping[str, Any],
     shape: Shape,
     sources: Mapping[str, str],
-) -> tuple[int, int, Kept, Spared]:
-    """(parameters, layers that have one, bytes that it keeps, bytes that it spares) in a micro-batch of
-    `shape`, for a LoRA.
+) -> PlannedAdapter:
+    """The adapter of a run with micro-batches of `shape`; of a full fine-tune none.
 
     `sources` says where keys were written. Raises ConfigError where a layer that is to have an adapter is
     none of the model's.
     """
     if config.method == "full":
-        return 0, 0, NOTHING_KEPT, {}
+        return PlannedAdapter(0, 0, NOTHING_KEPT, {})
     lora, linears, modulation = config.lora, dict(trained.linears), parted(trained, family.modulation)[0]
     attention = family.attention_shape(model_config, shape)
     # transformers' models have an embedding among their matrices, and a head that may share it, which files
@@ -69,7 +80,7 @@ def planned_adapter(
             lambda name: tokens_of(name) * shape.bytes_per_value,
             first,
         )
-    return adapter_parameters(adapted, lora), len(adapted), kept, spared
+    return PlannedAdapter(adapter_parameters(adapted, lora), len(adapted), kept, spared)
 
 
 def spared_bytes(

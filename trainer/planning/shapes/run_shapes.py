@@ -29,13 +29,11 @@ from trainer.planning.shapes.activations import (
     FP8,
     PLAIN,
     Activations,
-    Kept,
-    Spared,
     Units,
     activations,
     counted,
 )
-from trainer.planning.shapes.adapters import TEXT_SIDE, planned_adapter
+from trainer.planning.shapes.adapters import TEXT_SIDE, PlannedAdapter, planned_adapter
 from trainer.planning.shapes.geometry import (
     NO_LINEARS,
     ComponentGeometry,
@@ -115,12 +113,12 @@ def run_geometry(
     packed, modulation, stored, stored_bytes = _packed(family, config, trained, base)
     kept = () if dtype == "fp32" else kept_in_fp32(family.name)
     repeated = stacks(trained, family.high_precision, () if stored_bytes else family.modulation, kept)
-    eager, compiled, in_fp8 = _activations(family, config, model_config, shape, repeated, *adapter[2:])
+    eager, compiled, in_fp8 = _activations(family, config, model_config, shape, repeated, adapter)
     text, vae, tiled = _encoder_peaks(family, config, components, folders, shape.bytes_per_value)
     geometry = Geometry(
         components=tuple(components),
-        lora_parameters=adapter[0],
-        lora_layers=adapter[1],
+        lora_parameters=adapter.parameters,
+        lora_layers=adapter.layers,
         quantized=packed,
         modulation=modulation,
         stored_as=stored,
@@ -246,8 +244,7 @@ def _activations(
     model_config: Mapping[str, Any],
     shape: Shape,
     repeated: Sequence[Stack],
-    adapter: Kept,
-    spared: Spared,
+    adapter: PlannedAdapter,
 ) -> tuple[Activations, Activations, Activations | None]:
     """Activations of a micro-batch, eager, compiled, and compiled with products of trained weights in FP8,
     from the family's counts.
@@ -263,8 +260,8 @@ def _activations(
         linear_inputs=linear_inputs,
         more=language.more_values(model_config, linear_inputs=linear_inputs) if talks else 0.0,
         head=head_bytes(family, model_config, shape),
-        adapter=adapter,
-        spared=spared,
+        adapter=adapter.kept,
+        spared=adapter.spared,
     )
     trained = PLAIN if full else ""
     in_fp8 = planned(compiled=True, trained=FP8) if full else None
