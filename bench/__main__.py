@@ -24,6 +24,7 @@ COMMANDS = {
     "load": "how fast a base model's files reach the device",
     "save": "how long checkpoints and exports take",
     "memory": "what the memory plan predicts beside what is measured",
+    "recipes": "full fine-tunes in FP8 beside bf16 and torchao's recipes",
     "full": "what plans of full fine-tunes say beside what is measured",
     "count": "what a block keeps for backward, from which memory is planned",
     "sweep": "what auto picks under a budget beside the best of all settings",

@@ -151,6 +151,8 @@ def prepare(paths: Sequence[Path], state: str) -> float | None:
             os.fsync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
+        if _share(paths, page_cache_share) != 0.0:
+            drop_page_cache()
     elif _share(paths, page_cache_share) != 1.0:
         read_raw(paths, direct=False)
     share = _share(paths, page_cache_share)
@@ -158,6 +160,15 @@ def prepare(paths: Sequence[Path], state: str) -> float | None:
         said = "unknown" if share is None else f"{share:.0%}"
         print(f"not {state}: the share in the page cache is {said}", file=sys.stderr, flush=True)
     return share
+
+
+def drop_page_cache(setting: Path = Path("/proc/sys/vm/drop_caches")) -> None:
+    """Have the kernel forget every file that is not in use; some keep files that a process asks it to forget.
+
+    Only root may: of others the state is told as it is.
+    """
+    if os.access(setting, os.W_OK):
+        setting.write_text("1")
 
 
 def _share(paths: Sequence[Path], of: Callable[[Path], float | None]) -> float | None:

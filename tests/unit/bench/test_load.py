@@ -103,3 +103,12 @@ def test_saving_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert row["mib"] == pytest.approx(4 * 3 * 16 * 3072 * 4 / 2**20, abs=0.1)
     assert all(row[name] > 0 for name in ("save_seconds", "check_seconds", "read_seconds"))
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
+
+
+def test_the_kernel_forgets_files_where_it_may_be_asked_to(tmp_path: Path) -> None:
+    setting = tmp_path / "drop_caches"
+    load.drop_page_cache(setting)
+    assert not setting.exists()
+    setting.write_text("")
+    load.drop_page_cache(setting)
+    assert setting.read_text() == "1"
