@@ -64,12 +64,7 @@ def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
         size = 2 * count * storage.value_bytes + 2 * sums + sums // storage.ranks
         rows.append(MemoryRow("exchange", size, f"gradients on their way between {storage.ranks} GPUs"))
     if storage.swapped or storage.sharded:
-        _, largest = elsewhere_bytes(_read_once(storage), geometry)
-        where = "wait in host memory" if storage.swapped else "lie with other GPUs"
-        detail = f"two of the blocks that {where}, in turn"
-        # where the passes meet, both copies of the last block
-        pages = _PAGES + (storage.parts_by_use and storage.way.copies == 2)
-        rows.append(MemoryRow("blocks passing through", pages * largest, detail))
+        rows.append(_passing_row(storage, geometry))
     if storage.way.trains:
         return _with_overhead(storage, [*rows, *trained_memory.fp8_rows(storage, geometry)])
     return _with_overhead(storage, [*rows, *_unpacked(storage, geometry)], holes=_HOLES_BYTES)
@@ -219,12 +214,45 @@ def _base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:
         size = max(0, size - elsewhere_bytes(storage, geometry)[0])
         detail += f"; without {storage.swapped} of {geometry.blocks} blocks"
     if storage.sharded:
-        # where blocks do not part evenly, one GPU may have one more of the largest
-        whole, largest = elsewhere_bytes(storage, geometry)
+        whole, _ = elsewhere_bytes(storage, geometry)
         others = storage.sharded // storage.group * (storage.group - 1)
-        size = max(0, size - whole * (storage.group - 1) // storage.group + largest * (storage.group > 1))
+        size = max(0, size - whole + _own_bytes(storage, geometry))
         detail += f"; without {others} of {geometry.blocks} blocks"
     return MemoryRow("base weights", size, detail)
+
+
+def _own_bytes(storage: Storage, geometry: Geometry) -> int:
+    """Bytes of the shared blocks that lie with the GPU which has most of them: each has one in turn."""
+    whole, largest = elsewhere_bytes(storage, geometry)
+    order, group = trained_memory.activations_of(storage, geometry).stacks, storage.group
+    if storage.sharded < len(order) or not order:
+        # some of the longest stack: one GPU may have one more than others
+        return min(whole, whole // group + largest * (group > 1))
+    sizes = {stack.name: _block_bytes(storage, geometry, stack) for stack in geometry.stacks}
+    each = [sizes[name] for name in order]
+    return max(sum(each[first::group]) for first in range(group))
+
+
+def _passing_row(storage: Storage, geometry: Geometry) -> MemoryRow:
+    """Row of the pages that blocks pass through which lie elsewhere, at the highest point of a step.
+
+    That is in the last stack, where all activations are held: pages of larger blocks before it come when the
+    activations of the blocks after them are gone.
+    """
+    once = _read_once(storage)
+    _, largest = elsewhere_bytes(once, geometry)
+    where = "wait in host memory" if storage.swapped else "lie with other GPUs"
+    detail = f"two of the blocks that {where}, in turn"
+    # where the passes meet, both copies of the last block
+    pages = _PAGES + (storage.parts_by_use and storage.way.copies == 2)
+    activations = trained_memory.activations_of(storage, geometry)
+    size, order = pages * largest, activations.stacks
+    if storage.sharded and storage.sharded >= len(order) > 0:
+        sizes = {stack.name: _block_bytes(once, geometry, stack) for stack in geometry.stacks}
+        # the least that blocks keep in any way
+        kept = activations.recomputed.blocks
+        size = max(pages * sizes[name] - sum(kept[after:]) for after, name in enumerate(order, 1))
+    return MemoryRow("blocks passing through", size, detail)
 
 
 def _activation_row(storage: Storage, geometry: Geometry, gradients: int) -> MemoryRow:
