@@ -33,7 +33,8 @@ def continued(loaded: Loaded) -> Loaded:
     as_many = size * steps == train.train_batch_size * train.gradient_accumulation_steps
     if as_many and size != train.train_batch_size:
         kept = {"train.train_batch_size": size, "train.gradient_accumulation_steps": steps}
-    if train.optimizer == "adamw" and began.get("optimizer") == STOCHASTIC:
+    # of a LoRA in this folder the run's record says what differs
+    if config.method == "full" and train.optimizer == "adamw" and began.get("optimizer") == STOCHASTIC:
         kept["train.optimizer"] = STOCHASTIC
     if config.model.dtype == "auto" and "dtype" in began:
         kept["model.dtype"] = began["dtype"]

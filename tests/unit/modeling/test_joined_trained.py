@@ -13,7 +13,7 @@ from tests.unit.modeling.small_models import difference, relative
 from trainer.modeling.blocks.recompute import recompute_blocks, repeated_blocks
 from trainer.modeling.blocks.same_input import same_inputs
 from trainer.modeling.storage.fp8_trained import Fp8TrainedLinear, WeightGradient, refresh_weights
-from trainer.modeling.storage.joined_trained import Joined, join_trained
+from trainer.modeling.storage.joined_trained import Joined, follow_weights, join_trained
 
 ROUNDING = 1e-6
 KINDS = ("plain", "fp8", "bf16")
@@ -247,11 +247,16 @@ def test_layers_follow_their_weights_to_another_value(kind: str) -> None:
     assert relative(passes(joined, rows())[0], passes(apart, rows())[0]) < ROUNDING
 
 
-def test_a_weight_that_is_replaced_is_found_by_the_next_refresh() -> None:
-    model = block("fp8")
-    model[0].two.weight.data = model[0].two.weight.data.clone()
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_that_is_replaced_is_found_after_the_next_step(kind: str, name: str) -> None:
+    """Else training would go on with what no optimizer writes to."""
+    model = block(kind)
+    assert follow_weights(model) == (0 if kind == "plain" else 4)
+    replaced = getattr(model[0].two, name)
+    replaced.data = replaced.data.clone()
     with pytest.raises(AssertionError, match="replaced instead of written in place"):
-        refresh_weights(model)
+        follow_weights(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -101,6 +101,29 @@ def test_fp8_has_a_gradient_in_two_layouts_until_it_is_counted(geometry: Geometr
     assert parts(full(**FP8, rounds=2), counts)["activations"] == pytest.approx(GIB, rel=1e-3)
 
 
+def test_linears_of_one_input_are_one_product_in_memory_too() -> None:
+    """Llama-8B's gate and up: 28,672 values of a token, and as many rows of 4,096 weights together."""
+    geometry = full_size("llama")
+    assert geometry.widest_output == 4096 * 2 * 14336
+    assert geometry.largest_product == 2 * 14336 * 4096 == 2 * geometry.quantized.largest
+    one = parts(full(**FP8 | {"weight_copies": 1}), geometry)
+    assert one["fp8 transposed"] == geometry.largest_product
+
+
+@pytest.mark.parametrize(
+    ("changes", "joined"), [({}, True), ({"dtype": "fp32", "weights": "fp32"}, False), ({"ranks": 2}, False)]
+)
+def test_eager_gradients_of_a_later_micro_batch_come_a_product_at_a_time(
+    changes: dict[str, Any], joined: bool
+) -> None:
+    """FLUX.1: 21,504 rows of q, k, v and the MLP in a single block, whose widest layer has 15,360 columns."""
+    geometry = full_size("flux1_dev")
+    apart = dataclasses.replace(geometry, largest_product=0)
+    chosen = dataclasses.replace(full(rounds=2, **changes), compile=False)
+    together, single = (parts(chosen, each)["activations"] for each in (geometry, apart))
+    assert together - single == joined * 2 * (21504 - 15360) * 3072
+
+
 def counts(*ways: str) -> dict[str, Any]:
     """Counts of one stack: 1 more a block with each way."""
     names = ("compiled", "compiled, all linears", "compiled, recomputed", *ways)

@@ -150,3 +150,10 @@ def test_a_run_keeps_the_optimizer_whose_state_it_has(load: Load, tmp_path: Path
     (tmp_path / "plan.json").write_text(json.dumps(plan | {"optimizer": "adamw_split_bf16"}))
     with pytest.raises(HardwareError, match="does not fit"):
         optimizer("100GiB")
+
+
+def test_another_method_is_not_given_the_optimizer_of_the_run_before(load: Load, tmp_path: Path) -> None:
+    """Its record refuses it and names the method; `leave train.optimizer out` would be no advice."""
+    begin(tmp_path, BEGAN | {"weights": "bf16", "optimizer": "adamw_stochastic_bf16"})
+    assert continued(load()).config.train.optimizer == "adamw"
+    assert plan_run(continued(load()), machine("h200")).optimizer == "adamw_fused_fp32"

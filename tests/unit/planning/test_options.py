@@ -11,6 +11,7 @@ import pytest
 from tests.unit.modeling.test_adapters import LINEARS, built_size
 from tests.unit.planning.conftest import machine
 from tests.unit.planning.test_resolve import Config, plan
+from trainer.cli.options import Layers
 from trainer.config.reading.load import load
 from trainer.config.schema import LoraSection, TrainSection
 from trainer.errors import HardwareError
@@ -171,6 +172,17 @@ def test_masters_are_given_up_where_nothing_else_fits(tmp_path: Path) -> None:
     written = planned(tmp_path, "h200", *full, "train.optimizer=adamw_stochastic_bf16")
     (row,) = (row for row in written.decisions if row.feature == "optimizer")
     assert (written.optimizer, row.source) == ("adamw_stochastic_bf16", "--set train.optimizer")
+
+
+def test_what_recomputing_more_needs_is_said_of_the_same_optimizer(tmp_path: Path) -> None:
+    """Llama-8B in 74 GiB: four of 32 blocks are recomputed, all of them with masters would need 79."""
+    batch = ("data.max_sequence_length=2048", "train.gradient_accumulation_steps=8")
+    overrides = ("data.sets=[{chat_file: chats.jsonl}]", *batch, "features.memory_budget=74GiB")
+    loaded = Layers((Path("train_configs/llama_full.yaml"),), overrides, None, tmp_path).load()
+    found = plan_run(loaded, machine("h200"))
+    assert (found.optimizer, found.recomputed_blocks) == ("adamw_stochastic_bf16", 4)
+    (row,) = (row for row in found.decisions if row.feature == "activation_checkpointing")
+    assert row.reason.startswith("keeping 100% needs 7") and "all blocks" not in row.reason
 
 
 @pytest.mark.parametrize("rank", [1, 4, 7, 40])

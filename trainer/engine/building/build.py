@@ -28,7 +28,7 @@ from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.attention.text_lengths import TextReader
 from trainer.modeling.base.load import build_structure, fill_structure
 from trainer.modeling.blocks.recompute import has_dropout, recompute_blocks, repeated_blocks
-from trainer.modeling.storage.fp8_trained import refresh_weights
+from trainer.modeling.storage.joined_trained import follow_weights
 from trainer.modeling.storage.quantize import count_quantized, replacer
 from trainer.modeling.storage.staging import Staged
 from trainer.telemetry.progress import progress
@@ -81,8 +81,8 @@ def build(context: Context, varies: Sequence[str] = ()) -> Built:
     count = sum(parameter.numel() for parameter in trainable.values())
     context.say(f"training {count:,} parameters in {len(trainable)} tensors")
     updater = Updater(trainable, context.config.train, plan.optimizer, context.ranks, rows)
-    if plan.weight_gradient:
-        updater.follow = functools.partial(refresh_weights, module)
+    if context.config.method == "full":
+        updater.follow = functools.partial(follow_weights, module)
     readers: tuple[TextReader, ...] = ()
     if plan.text_padding and context.family.text_keys:
         from trainer.modeling.attention.text_padding import text_readers

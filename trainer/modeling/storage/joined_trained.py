@@ -23,7 +23,12 @@ import torch
 
 from trainer.modeling.blocks.recompute import Blocks
 from trainer.modeling.blocks.same_input import Group, become_members, in_one
-from trainer.modeling.storage.fp8_trained import Fp8TrainedLinear, by_member, fp8_joined_linear
+from trainer.modeling.storage.fp8_trained import (
+    Fp8TrainedLinear,
+    by_member,
+    fp8_joined_linear,
+    refresh_weights,
+)
 
 # views are aligned as tensors of their own would be, for kernels that read many bytes at a time
 _ALIGNMENT_BYTES = 64
@@ -72,7 +77,6 @@ class JoinedFp8Linear(Fp8TrainedLinear):
     def refresh(self) -> None:
         """Quantise the weights of all members as they are now, when it is the first one's turn."""
         if self.place == 0:
-            _require_views(self.joint_weight, [member.weight for member in self.shared.members])
             self._quantize(self.joint_weight)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -152,8 +156,21 @@ def _parameters(shared: Group) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return [member.weight for member in shared.members], biases
 
 
+def follow_weights(model: torch.nn.Module) -> int:
+    """`refresh_weights`, where joined ones are still what is multiplied; gives the number of FP8 layers.
+
+    AssertionError where a parameter was replaced, and is no longer where the product reads it.
+    """
+    for first in model.modules():
+        if isinstance(first, JoinedLinear | JoinedFp8Linear) and first.place == 0:
+            weights, biases = _parameters(first.shared)
+            _require_views(first.joint_weight, weights)
+            if first.joint_bias is not None:
+                _require_views(first.joint_bias, biases)
+    return refresh_weights(model)
+
+
 def _require_views(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """AssertionError where a part was replaced, and is no longer where the product reads it."""
     for part, place in zip(parts, whole.split([len(part) for part in parts]), strict=True):
         assert part.data_ptr() == place.data_ptr(), "a joined weight was replaced instead of written in place"
 

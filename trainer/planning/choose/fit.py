@@ -241,8 +241,11 @@ def _recomputing(situation: Situation, chosen: Outcome, skipped: Sequence[Outcom
     storage, value = chosen.storage, on_off(chosen.storage.checkpointing)
     if storage.recomputed:
         value = f"{storage.recomputed} of {situation.geometry.blocks} blocks"
-    alike = chosen.storage.way.name, storage.tiling
-    kept = _kept([one for one in skipped if (one.storage.way.name, one.storage.tiling) == alike])
+
+    def kind(one: Storage) -> tuple[str, bool, str]:
+        return one.way.name, one.tiling, one.optimizer
+
+    kept = _kept([one for one in skipped if kind(one.storage) == kind(storage)])
     reason = kept or f"fits: {gib(chosen.peak_bytes)}"
     if not storage.checkpointing:
         reason = "everything fits without, and the step is faster"

@@ -49,7 +49,7 @@ def beside_gradients(storage: Storage, geometry: Geometry) -> tuple[int, str]:
         # blocks that keep a share were counted with a LoRA alone: nothing is taken to go before all is there
         peak = activations.peak(budget=storage.activation_budget, weights=storage.way.weights)
         return max(peak + max(of_blocks, default=0), step), words
-    new = of_blocks if storage.compile else [geometry.quantized.largest * storage.value_bytes]
+    new = of_blocks if storage.compile else [_largest(storage, geometry) * storage.value_bytes]
     most = [max(new, default=0)] * len(of_blocks)
 
     def later(share: float) -> int:
@@ -110,15 +110,22 @@ def fp8_rows(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
     name, detail = f"{way.compute} weights", f"{counted(linears.parameters)}{twice}, made once a step"
     rows = [MemoryRow(name, linear_bytes(way, linears), detail)]
     if way.copies == 1:
+        size = _largest(storage, geometry)
         rows.append(
-            MemoryRow(f"{way.compute} transposed", linears.largest, "one weight at a time, transient")
+            MemoryRow(f"{way.compute} transposed", size, "one product's weights at a time, transient")
         )
     if _lacks_fp8(storage, geometry) and geometry.widest_output:
         layouts = 1 if storage.weight_gradient == "bf16" else _LAYOUTS
         by = "by rows" if layouts == 1 else "by rows and by columns"
         size = layouts * geometry.widest_output
-        rows.append(MemoryRow(f"{way.compute} gradients", size, f"of the widest layer, {by}, transient"))
+        rows.append(MemoryRow(f"{way.compute} gradients", size, f"of the widest product, {by}, transient"))
     return rows
+
+
+def _largest(storage: Storage, geometry: Geometry) -> int:
+    """Parameters of the largest product: linears of one input are one, but for fp32 and weights in rows."""
+    joined = storage.dtype == "bf16" and not storage.in_rows
+    return max(geometry.quantized.largest, geometry.largest_product if joined else 0)
 
 
 def _lacks_fp8(storage: Storage, geometry: Geometry) -> bool:

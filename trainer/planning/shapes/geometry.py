@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -205,6 +206,16 @@ def input_of(name: str) -> str:
 
 
 @functools.lru_cache(maxsize=64)
+def largest_product(part: ComponentGeometry, high_precision: tuple[str, ...]) -> tuple[int, int]:
+    """(rows of the outputs, parameters) of linears that are given one input together, the most of each."""
+    rows, sizes = Counter[str](), Counter[str]()
+    for name, size in parted(part, high_precision)[1].items():
+        rows[input_of(name)] += size[0]
+        sizes[input_of(name)] += math.prod(size)
+    return max(rows.values(), default=0), max(sizes.values(), default=0)
+
+
+@functools.lru_cache(maxsize=64)
 def linear_values(
     part: ComponentGeometry,
     high_precision: tuple[str, ...],
@@ -260,7 +271,9 @@ class Geometry:
     linear_values: tuple[int, int] = (0, 0)
     """Values that these read, and values that they give, in that pass."""
     widest_output: int = 0
-    """Values of the largest output of one of them, with the longest captions."""
+    """Values of the largest output of those of one input, with the longest captions."""
+    largest_product: int = 0
+    """Parameters of the most that are given one input."""
     head_size: Size = (0, 0)
     """(words, width) of a language model's head; zeros where there is none."""
     head_tokens: int = 0

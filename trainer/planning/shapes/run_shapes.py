@@ -43,6 +43,7 @@ from trainer.planning.shapes.geometry import (
     Stack,
     fp32_parameters,
     kept_in_fp32,
+    largest_product,
     linear_blocks,
     linear_values,
     linears_of,
@@ -159,12 +160,13 @@ def _with_work(
     flops, calls = linear_flops(blocks, every=every, text=text)
     pairs = attention.batch_size * attention.tokens * (attention.reach or attention.tokens)
     parts = micro_batches(family, config, pictures) if caption_tokens is None else {}
-    widest = max((rows for rows, _ in parted(trained, family.high_precision)[1].values()), default=0)
+    widest, largest = largest_product(trained, family.high_precision)
     talks = family.sample_kind == "conversation"
     return dataclasses.replace(
         geometry,
         linear_values=linear_values(trained, family.high_precision, TEXT_SIDE, every=every, text=text),
         widest_output=longest.batch_size * longest.tokens * widest,
+        largest_product=largest,
         head_size=(model_config["vocab_size"], model_config["hidden_size"]) if talks else (0, 0),
         head_tokens=text if talks else 0,
         attention_shape_class=shape_class(longest),
