@@ -8,7 +8,7 @@ import pytest
 
 from trainer import families
 from trainer.families import language
-from trainer.planning.shapes.activations import PLAIN, Activations, Held, activations, counted
+from trainer.planning.shapes.activations import FULL, PLAIN, Activations, Held, activations, counted
 from trainer.planning.shapes.geometry import stacks, table_component
 from trainer.planning.shapes.run_shapes import component_config
 
@@ -173,7 +173,10 @@ def test_every_family_has_counts_of_all_its_stacks(name: str) -> None:
     assert set(counts["captions"]) <= set(counts["stacks"])
     for way, row in counts["ways"].items():
         assert len(row["blocks"]) == len(counts["stacks"]), way
-        assert row["beyond"] > 0 and all(block > 0 for block in row["blocks"]), way
+        assert all(block > 0 for block in row["blocks"]), way
+        # without the gradients of weights: where these train, the highest point may hold less than was kept
+        least = -row["fixed"] - sum(row["blocks"]) if way.startswith(FULL) else 0.0
+        assert row["beyond"] > least, way
     for style in ("eager", "compiled"):
         plain, wide, least = (
             counts["ways"][f"{style}{way}"] for way in ("", ", all linears", ", recomputed")

@@ -200,7 +200,7 @@ def test_a_full_fine_tune_and_wide_targets_keep_more_activations(config: Config)
     def saved(**changes: Any) -> int:
         return run_geometry(FLUX, config(**changes), model_folder=None, dtype="bf16").activations.saved
 
-    assert saved() < saved(lora__target_modules="all-linear") == saved(method="full")
+    assert saved() < saved(lora__target_modules="all-linear") < saved(method="full")
     assert saved(train__train_batch_size=2) == pytest.approx(2 * saved(), rel=1e-6)
 
 
