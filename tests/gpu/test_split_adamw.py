@@ -70,6 +70,52 @@ def test_the_kernel_computes_what_plain_torch_does(count: int, gradients: torch.
         assert sum((a != b).float().mean().item() for a, b in zip(ours[2:], twin[2:], strict=True)) < 0.01
 
 
+@pytest.mark.parametrize("kind", [KIND, "adamw_stochastic_bf16"])
+def test_many_parameters_are_updated_by_one_kernel_as_on_a_cpu(kind: str) -> None:
+    """Aligned ones by one kernel, the others by one each; plain torch on a CPU is the oracle."""
+    counts = {"one": 1, "block": 1024, "wide": 300_001, "large": 2**20, "apart": 5000, "fp32": 77}
+
+    def values(device: str) -> dict[str, torch.nn.Parameter]:
+        found = {}
+        for name, count in counts.items():
+            weight = start(count).to(device)
+            held = weight.float() if name == "fp32" else weight
+            found[name] = torch.nn.Parameter(held)
+        return found
+
+    ours, twins = values(DEVICE), values("cpu")
+    settings = TrainSection(max_grad_norm=0.5)
+    updaters = [Updater(own, settings, kind) for own in (ours, twins)]
+    for step in range(1, 6):
+        for place, (name, count) in enumerate(counts.items()):
+            given = gradient(count + 1, 10 * step + place)
+            # the second value of an allocation is no multiple of 16 bytes
+            ours[name].grad = (given[1:] if name == "apart" else given[1:].clone()).to(ours[name].dtype)
+            twins[name].grad = given[1:].cpu().to(twins[name].dtype)
+        if step == 5:
+            activities = [torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=activities) as profiler:
+                norm, _ = updaters[0].step(RATE, torch.tensor(1.0, device=DEVICE))
+                torch.cuda.synchronize()
+            launched = {event.key: event.count for event in profiler.key_averages()}
+            assert (launched["_update_all"], launched["_squares"], launched["_update"]) == (1, 1, 1)
+        else:
+            norm, _ = updaters[0].step(RATE, torch.tensor(1.0, device=DEVICE))
+        wanted, _ = updaters[1].step(RATE, torch.tensor(1.0))
+        assert norm.item() == pytest.approx(wanted.item(), rel=1e-5)
+    state, oracle = updaters[0].state(), updaters[1].state()
+    assert state.keys() == oracle.keys()
+    for name, count in counts.items():
+        weight, twin = ours[name].detach().cpu(), twins[name].detach()
+        if f"{name}/low" in state:
+            weight = joined(weight, state[f"{name}/low"].cpu())
+            twin = joined(twin, oracle[f"{name}/low"])
+        if kind == KIND or name == "fp32":
+            torch.testing.assert_close(weight.float(), twin.float(), rtol=0.0, atol=5e-7)
+        elif count > 1:  # where a product is rounded otherwise, chance may go to the other side
+            assert (weight != twin).float().mean() < 0.01, name
+
+
 def test_beside_fp32_adamw_on_the_gpu() -> None:
     count = 1_000_000
     held, twin = torch.nn.Parameter(start(count)), torch.nn.Parameter(start(count).float())

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from trainer.config.schema import TrainSection
+from trainer.engine.optimizing.one_launch import parts_of
 from trainer.engine.optimizing.optimizer import Updater
 from trainer.engine.optimizing.optimizers import build_split
 from trainer.engine.optimizing.split_adamw import (
@@ -321,3 +322,9 @@ def test_rows_of_a_tensor_have_the_bits_that_they_have_in_the_whole(kind: str) -
     assert whole.keys() == {"w", "w/exp_avg", "w/exp_avg_sq", *(["w/low"] if kind == KIND else [])}
     for name, wanted in whole.items():
         assert torch.equal(torch.cat([part[name] for part in parts]), wanted)
+
+
+def test_programs_take_parts_of_parameters_in_turn() -> None:
+    parts = parts_of([1, 4096, 4097, 9000], 4096)
+    assert parts.tolist() == [[0, 0], [1, 0], [2, 0], [2, 1], [3, 0], [3, 1], [3, 2]]
+    assert parts.dtype == torch.int32

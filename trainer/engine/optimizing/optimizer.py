@@ -201,9 +201,11 @@ class Updater:
         gradients = [master.grad for master in masters if master.grad is not None]
         if self.scale is not None:  # fp32 gradients of the loss itself
             torch._foreach_mul_(gradients, self.scale.factor.reciprocal())
-        # faster than torch's over lists: 3.3 TB/s where that reads 2.1, on an H200
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        if isinstance(self.optimizer, SplitAdamW):
+            norm = self.optimizer.norm(self.steps_taken + 1)
+        else:
+            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+            norm = torch.linalg.vector_norm(torch.stack(norms))
         if self.in_rows is not None:
             norm = self.in_rows.norm(norm)
         factor = (self.train.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)

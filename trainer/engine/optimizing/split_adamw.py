@@ -20,11 +20,13 @@ fp32 have fp32 moments and nothing of this.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+from trainer.engine.optimizing.one_launch import Launch, Launches, Row
 
 if torch.version.cuda is not None:
     from trainer.modeling.triton import split_adamw as kernel
@@ -43,6 +45,30 @@ _CHUNK = 2**22
 _WORD = 0xFFFFFFFF
 _OTHER = 0x5BD1E995
 """Parts the chance of a weight from that of its moments."""
+
+
+class _Step(NamedTuple):
+    """What a parameter's step needs, but for the settings of all."""
+
+    weight: torch.Tensor
+    state: Mapping[str, torch.Tensor]
+    gradient: torch.Tensor
+    begin: int
+    seed: int
+
+    def row(self) -> Row:
+        """The same for the kernel that updates many."""
+        low = self.state.get(MASTER, self.weight)
+        moments = (self.state[FIRST], self.state[SECOND])
+        return Row(self.weight, low, *moments, self.gradient, self.begin, self.seed)
+
+
+class _Steps(NamedTuple):
+    """Those of all parameters, of step `number`."""
+
+    number: int
+    alone: Sequence[_Step]
+    launches: Sequence[Launch]
 
 
 class SplitAdamW:
@@ -64,6 +90,18 @@ class SplitAdamW:
         self._betas, self._eps, self._decay = betas, eps, weight_decay
         self._state: dict[str, dict[str, torch.Tensor]] = {}
         """By parameter; of those that had a gradient."""
+        self._launches = Launches()
+        self._steps: _Steps | None = None
+        """Between `norm` and `step`."""
+
+    @torch.no_grad()
+    def norm(self, number: int) -> torch.Tensor:
+        """The norm of all gradients of step `number`, a scalar in fp32: `step` comes next."""
+        self._steps = self._gathered(number)
+        # one by one is faster than torch's over lists: 3.3 TB/s where that reads 2.1, on an H200
+        norms = [torch.linalg.vector_norm(one.gradient, dtype=torch.float32) for one in self._steps.alone]
+        norms += [launch.squares().sqrt() for launch in self._steps.launches]
+        return torch.linalg.vector_norm(torch.stack(norms))
 
     @torch.no_grad()
     def step(self, rate: float, number: int, factor: torch.Tensor, bad: torch.Tensor) -> None:
@@ -80,23 +118,45 @@ class SplitAdamW:
             "scale": (1.0 - second**number) ** 0.5,
             "eps": self._eps,
         }
+        steps, self._steps = self._steps or self._gathered(number), None
+        assert steps.number == number, f"gradients of step {steps.number} in step {number}"
+        for one in steps.alone:
+            if not one.weight.numel():  # rows of which this rank has none
+                continue
+            moments = (one.state[FIRST], one.state[SECOND], one.gradient, factor, bad)
+            if one.weight.dtype == torch.float32:
+                update_fp32(one.weight, *moments, **settings)
+            else:
+                update = kernel.update if one.weight.is_cuda else update_halves
+                low = one.state.get(MASTER)
+                update(one.weight, low, *moments, **settings, seed=one.seed, begin=one.begin)
+        for launch in steps.launches:
+            kernel.update_all(
+                launch.table, launch.parts, factor, bad, masters=self._masters, fp32=launch.fp32, **settings
+            )
+
+    def _gathered(self, number: int) -> _Steps:
+        """The steps of all parameters that have a gradient: by one launch, of what CUDA has in bf16."""
+        alone, rows = list[_Step](), list[Row]()
         for place, (name, parameter) in enumerate(self._parameters.items()):
             if parameter.grad is None:
                 continue
             state = self._state.get(name)
             if state is None:
                 state = self._state[name] = _fresh(parameter, masters=self._masters)
-            if not parameter.numel():  # rows of which this rank has none
-                continue
-            moments = (state[FIRST], state[SECOND], parameter.grad.contiguous(), factor, bad)
-            if parameter.dtype == torch.float32:
-                update_fp32(parameter.detach(), *moments, **settings)
+            one = _Step(
+                weight=parameter.detach(),
+                state=state,
+                gradient=parameter.grad.contiguous(),
+                begin=self._first_values.get(name, 0),
+                seed=seed_of(number, place),
+            )
+            row = one.row() if one.weight.is_cuda and one.weight.dtype == torch.bfloat16 else None
+            if row is not None and row.fits and one.weight.numel():
+                rows.append(row)
             else:
-                update = kernel.update if parameter.is_cuda else update_halves
-                begin, low = self._first_values.get(name, 0), state.get(MASTER)
-                update(
-                    parameter.detach(), low, *moments, **settings, seed=seed_of(number, place), begin=begin
-                )
+                alone.append(one)
+        return _Steps(number, alone, self._launches.of(rows) if rows else [])
 
     def state(self) -> dict[str, torch.Tensor]:
         """Tensors that a checkpoint holds, as `<parameter>/<key>`."""
