@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Those whose addresses the kernel is given, in its order."""
+        """Tensors whose addresses the kernel is given, in its order."""
         return self.weight, self.low, self.first, self.second, self.gradient
 
     @property

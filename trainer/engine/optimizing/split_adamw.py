@@ -48,7 +48,7 @@ _OTHER = 0x5BD1E995
 
 
 class _Step(NamedTuple):
-    """What a parameter's step needs, but for the settings of all."""
+    """Tensors and numbers of a parameter's step, without the settings of all."""
 
     weight: torch.Tensor
     state: Mapping[str, torch.Tensor]
@@ -64,7 +64,7 @@ class _Step(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """Those of all parameters, of step `number`."""
+    """Steps of all parameters, step `number` of the run."""
 
     number: int
     alone: Sequence[_Step]
