@@ -95,7 +95,7 @@ def _job(options: argparse.Namespace, way: str) -> ours.Job:
         tokens=options.tokens,
         steps=options.steps,
         warmup=options.warmup,
-        overrides=(*options.overrides, *spread),
+        overrides=(*spread, *options.overrides),
         method=options.method,
     )
 
