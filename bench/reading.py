@@ -103,7 +103,8 @@ def write_base(family_name: str, configs: Path, folder: Path) -> None:
 
     quiet_libraries()
     family = families.get(family_name)
-    shutil.copytree(configs, folder)
+    others = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json")
+    shutil.copytree(configs, folder, ignore=others)
     component = folder / family.trained_component
     source = ModelSource(folder=folder, identity="", revision=None, random_components=frozenset(), seed=0)
     empty = built_empty(family.model_class(source), component, torch.bfloat16)
@@ -171,6 +172,10 @@ def load_one(spec: str, *, rank: int, size: int, place: str) -> dict[str, Any]:
     from trainer.modeling.storage.shared_memory import held_bytes
 
     context = jobs.make_context(spec)
+    # random are the other components alone, which have no files here and are not loaded
+    context = dataclasses.replace(
+        context, source=dataclasses.replace(context.source, random_components=frozenset())
+    )
     end = time.monotonic() + _MEETING_SECONDS
 
     def look() -> None:
@@ -190,9 +195,35 @@ def load_one(spec: str, *, rank: int, size: int, place: str) -> dict[str, Any]:
             torch.cuda.synchronize()
         ended, read = time.monotonic(), _read_bytes() - read
         held = torch.cuda.memory_allocated() + held_bytes() if on_gpu else 0
+        require_read(model.module, context.source.component(context.family.trained_component))
         del model
         ranks.meet()
     return {"began": began, "ended": ended, "read": read, "held": held}
+
+
+def require_read(module: Any, folder: Path) -> None:
+    """Compare small tensors with those of the files.
+
+    Raises HardwareError where one differs or none is there.
+    """
+    import torch
+    from safetensors import safe_open
+
+    compared, own = 0, module.state_dict()
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                # of blocks that lie elsewhere the storage is empty
+                held = own.get(name)
+                if held is None or held.ndim != 1 or not held.untyped_storage().nbytes():
+                    continue
+                if not torch.equal(held.cpu(), file.get_tensor(name).to(held.dtype)):
+                    what = f"{name} is not what {path.name} holds"
+                    raise HardwareError(what, where=str(folder), remedy="was the base read from files?")
+                compared += 1
+    if not compared:
+        what = "no tensor of the model could be compared with the files"
+        raise HardwareError(what, where=str(folder), remedy="was the base read from other files?")
 
 
 def _read_bytes() -> int:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from bench import reading
 from bench.record import from_json
+from trainer.errors import HardwareError
 
 
 def test_files_have_all_tensors_of_the_model_with_finite_values(tiny_flux1_dev: Path, tmp_path: Path) -> None:
@@ -35,6 +37,21 @@ def test_a_tensor_larger_than_the_pool_is_filled() -> None:
         *range(7), *range(7), 0.0,
     ]  # fmt: skip
     assert reading._values(pool, "a", torch.empty(2, 2)).shape == (2, 2)
+
+
+def test_a_base_that_was_not_read_from_the_files_is_an_error(tmp_path: Path) -> None:
+    """Random weights were measured as if they had come from files once."""
+    module = torch.nn.Linear(4, 3)
+    with pytest.raises(HardwareError, match="could be compared"):
+        reading.require_read(module, tmp_path)
+    save_file(
+        {"weight": module.weight.detach(), "bias": module.bias.detach().clone()}, tmp_path / "a.safetensors"
+    )
+    reading.require_read(module, tmp_path)
+    with torch.no_grad():
+        module.bias += 1
+    with pytest.raises(HardwareError, match="bias is not what"):
+        reading.require_read(module, tmp_path)
 
 
 @pytest.mark.slow
