@@ -8,6 +8,12 @@ SIGTERM at half of the steps, on with one GPU, SIGTERM again, on with all, to a 
 of the last rank, on to a proved LoRA. `launched`: short runs by torchrun and accelerate launch beside those
 of `trainer train`; what two equal runs of one GPU differ by is the measure for the rest. The exit code is 1
 where something did not end as it must. TRAINER_PROFILE=cpu tries it without GPUs.
+
+    python -m bench stops qwen_image --method full --base BASE --work DIR --steps 12
+
+With `--method full` every weight trains, in rows over the GPUs, of which one may hold too little: all go on
+after SIGTERM. A checkpoint is written where a run is stopped and never else: it has
+four times the model's size.
 """
 
 from __future__ import annotations
@@ -84,7 +90,8 @@ class Runs:
         cell = matrix.Cell(family=options.family, name="default", features={})
         layer = matrix.layer_of(cell, options.base, options.work)
         (self._work / "layer.yaml").write_text(yaml.safe_dump(layer))
-        shipped = REPOSITORY / "train_configs" / f"{options.family}_lora.yaml"
+        self._saves = _SAVES if options.method == "lora" else 0
+        shipped = REPOSITORY / "train_configs" / f"{options.family}_{options.method}.yaml"
         self._words = ["-m", "trainer", "train", str(shipped), str(self._work / "layer.yaml")]
         self._overrides: Sequence[str] = options.overrides
 
@@ -111,7 +118,8 @@ class Runs:
         """
         folder, runtime = self.folder(name), self.folder(f"{name}.runtime")
         settings = [f"train.max_train_steps={start.steps}", *self._overrides]
-        settings += [f"checkpoint.checkpointing_steps={max(1, start.steps // _SAVES)}"]
+        apart = max(1, start.steps // self._saves) if self._saves else start.steps + 1
+        settings += [f"checkpoint.checkpointing_steps={apart}"]
         words = [*self._words, "--output", str(folder)]
         words += [] if start.launched else ["--gpus", str(start.gpus)]
         words += [word for setting in settings for word in ("--set", setting)]
@@ -181,11 +189,11 @@ Row = dict[str, Any]
 
 
 def stopped(runs: Runs, options: argparse.Namespace) -> Iterator[Row]:
-    """Stopped at half by all GPUs, gone on with by one, stopped again, ended by all."""
+    """Stopped at half by all GPUs, gone on with by one, stopped again, ended by all; or by all alone."""
     every, one = Start(gpus=options.gpus, steps=options.steps), Start(gpus=1, steps=options.steps)
     half, later = options.steps // 2, options.steps * 3 // 4
     runs.fresh("stopped")
-    for start, step in ((every, half), (one, later)):
+    for start, step in ((every, half), (one, later)) if options.method == "lora" else ((every, half),):
         ended = runs.run("stopped", start, at_step=step, signal_of=terminate)
         fine = ended.code == ExitCode.STOPPED and ended.left == 0
         what = f"SIGTERM at step {step}"
@@ -294,14 +302,23 @@ def _adapters_differ(ours: Path, theirs: Path) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts, print a line of JSON a start, and write the record."""
-    options = parser().parse_args(arguments)
+    command = parser()
+    options = command.parse_args(arguments)
+    if options.method == "full":
+        options.parts = options.parts or ("stopped",)
+        if options.parts != ("stopped",):
+            command.error(
+                "--method full has the part `stopped` alone: the others go by checkpoints or adapters"
+            )
+    options.parts = options.parts or tuple(PARTS)
     options.base = types.require_base(options.base, "--base")
     if environment.read("TRAINER_PROFILE") != "cpu":
         machine.require_gpu(remedy="use a machine with several; TRAINER_PROFILE=cpu tries it on a CPU")
     runs, rows = Runs(options), list[Row]()
     for part in options.parts:
         for row in PARTS[part](runs, options):
-            rows.append({"family": options.family, **row})
+            named = options.family if options.method == "lora" else f"{options.family}, full"
+            rows.append({"family": named, **row})
             print(json.dumps(rows[-1]), flush=True)
             if options.record:
                 write_record(options, rows)
@@ -318,7 +335,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--steps", type=types.positive, default=120, help="of the runs that are interrupted")
     one.add_argument("--short", type=types.positive, default=10, help="steps of the runs by launchers")
     parts = types.names_of("part", PARTS)
-    one.add_argument("--parts", type=parts, default=tuple(PARTS), metavar="NAME,NAME")
+    one.add_argument("--parts", type=parts, default=(), metavar="NAME,NAME", help="all if not given")
+    one.add_argument("--method", choices=("lora", "full"), default="lora")
     starts = types.names_of("start", STARTS)
     one.add_argument("--starts", type=starts, default=STARTS, metavar="NAME,NAME", help="of `launched`")
     one.add_argument("--record", type=Path, help="docs/benchmarks/NAME.json, whose other rows stay")

@@ -48,6 +48,27 @@ def test_runs_of_two_processes_are_stopped_killed_and_launched(given: list[str],
     assert str(tmp_path) not in (tmp_path / "record.json").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_full_fine_tune_in_rows_is_stopped_and_ended_by_all(given: list[str], tmp_path: Path) -> None:
+    assert stops.main([*given, "--method", "full", "--steps", "6", *TINY]) == 0
+    rows = rows_of(tmp_path / "record.json")
+    assert [(row["family"], row["what"], row["GPUs"], row["as it must"]) for row in rows] == [
+        ("flux1_dev, full", "SIGTERM at step 3", "2", "yes"),
+        ("flux1_dev, full", "gone on with to the end", "2", "yes"),
+    ]
+    folder = tmp_path / "stops-flux1_dev" / "stopped"
+    assert (folder / "model" / "transformer" / "config.json").is_file()
+
+
+def test_kills_of_a_full_fine_tune_are_not_offered(
+    given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        stops.main([*given, "--method", "full", "--parts", "killed"])
+    assert "--method full has the part `stopped` alone" in capsys.readouterr().err
+
+
 class Fake(stops.Runs):
     """Runs that end as a test says."""
 
