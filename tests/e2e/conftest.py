@@ -21,6 +21,7 @@ import pytest
 
 from tests.contract.runs import CPU_FACTS, ROOT, Case, Workshop, small_samples
 from tests.e2e.launching import Wrapped
+from tests.e2e.nursery import Forked, Nursery, nurseries
 from trainer.telemetry.status import Phase, Status, read_status
 
 PATIENCE_SECONDS = 120.0
@@ -31,7 +32,7 @@ T = TypeVar("T")
 class Process:
     """A `trainer` that was started."""
 
-    popen: subprocess.Popen[str]
+    popen: subprocess.Popen[str] | Forked
     run_dir: Path
     runtime: Path
     cache: Path
@@ -117,14 +118,10 @@ def free_port() -> int:
         return port
 
 
-def environment(folder: Path, port: int, cache: Path) -> dict[str, str]:
+def common_environment() -> dict[str, str]:
     """This process's environment without what concerns another run."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TRAINER_")}
     return kept | {
-        "TRAINER_FACTS": str(CPU_FACTS),
-        "TRAINER_RUNTIME_DIR": str(folder / "runtime"),
-        "TRAINER_CACHE_DIR": str(cache),
-        "TRAINER_METRICS_PORT": str(port),
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -132,9 +129,21 @@ def environment(folder: Path, port: int, cache: Path) -> dict[str, str]:
     }
 
 
+def environment(folder: Path, port: int, cache: Path) -> dict[str, str]:
+    """The environment of a run."""
+    return common_environment() | {
+        "TRAINER_FACTS": str(CPU_FACTS),
+        "TRAINER_RUNTIME_DIR": str(folder / "runtime"),
+        "TRAINER_CACHE_DIR": str(cache),
+        "TRAINER_METRICS_PORT": str(port),
+    }
+
+
 @contextlib.contextmanager
-def starting(workshop: Workshop) -> Iterator[Start]:
-    """Starts runs; whatever is left of them at the end is killed."""
+def starting(workshop: Workshop, nursery: Callable[[], Nursery] | None = None) -> Iterator[Start]:
+    """Starts runs, those without a launcher from a nursery if there is one; whatever is left of them at the
+    end is killed.
+    """
     started: list[Process] = []
 
     def start(
@@ -149,13 +158,12 @@ def starting(workshop: Workshop) -> Iterator[Start]:
         cache = cache or workshop.cache
         config = workshop.write_config(case, folder)
         arguments = ["train", str(config), *(word for text in overrides for word in ("--set", text))]
-        popen = subprocess.Popen(
-            _command(arguments, knobs, launcher),
-            cwd=ROOT,
-            env=environment(folder, port, cache),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command, environ = _command(arguments, knobs, launcher), environment(folder, port, cache)
+        popen: subprocess.Popen[str] | Forked
+        if nursery is not None and launcher is None:
+            popen = nursery().start(command[1:], environ)
+        else:
+            popen = subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
         runtime = folder / "runtime"
         process = Process(popen=popen, run_dir=folder / "run", runtime=runtime, cache=cache, port=port)
         started.append(process)
@@ -181,10 +189,17 @@ def yard(tiny_base: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
     return Workshop(base=tiny_base, samples=small_samples(folder / "samples"), cache=folder / "cache")
 
 
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Callable[[], Nursery]]:
+    with nurseries(common_environment()) as another:
+        yield another
+
+
 @pytest.fixture
-def start(yard: Workshop) -> Iterator[Start]:
-    """Start a run of a case in a folder; the same folder again resumes it."""
-    with starting(yard) as starter:
+def start(yard: Workshop, request: pytest.FixtureRequest) -> Iterator[Start]:
+    """Start a run of a case in a folder; the same folder again resumes it. Slow tests fork it."""
+    is_slow = request.node.get_closest_marker("slow") is not None
+    with starting(yard, request.getfixturevalue("nursery") if is_slow else None) as starter:
         yield starter
 
 
