@@ -19,12 +19,18 @@ from typing import Any, Protocol, TypeVar
 
 import pytest
 
-from tests.contract.runs import CPU_FACTS, ROOT, Case, Workshop, small_samples
+from tests.contract.runs import CASES, CPU_FACTS, ROOT, Case, Workshop, small_samples
 from tests.e2e.launching import Wrapped
-from tests.e2e.nursery import Forked, Nursery, nurseries
+from tests.e2e.nursery import ALL_RANKS, Forked, Nursery, nurseries
 from trainer.telemetry.status import Phase, Status, read_status
 
 PATIENCE_SECONDS = 120.0
+PLAIN_CASES = CASES[:2]
+PLAIN_KEYS = (
+    "parallel.gpus=", "validation.", "checkpoint.", "train.max_train_steps=", "train.adam_epsilon=",
+    "train.train_batch_size=", "train.gradient_accumulation_steps=", "train.log_every_steps=",
+)  # fmt: skip
+"""What may be set of runs of these cases whose ranks `make test` has compared in processes of their own."""
 T = TypeVar("T")
 
 
@@ -161,7 +167,8 @@ def starting(workshop: Workshop, nursery: Callable[[], Nursery] | None = None) -
         command, environ = _command(arguments, knobs, launcher), environment(folder, port, cache)
         popen: subprocess.Popen[str] | Forked
         if nursery is not None and launcher is None:
-            popen = nursery().start(command[1:], environ)
+            is_plain = case in PLAIN_CASES and all(one.startswith(PLAIN_KEYS) for one in overrides)
+            popen = nursery().start(command[1:], environ | ({ALL_RANKS: "1"} if is_plain else {}))
         else:
             popen = subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
         runtime = folder / "runtime"

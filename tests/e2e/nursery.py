@@ -4,8 +4,9 @@
 
 Each request is the words after `python` and an environment. They are run by a child as `python -m` would run
 them: own environment, signals, descriptors, streams and exit. A supervisor that came from here forks its rank
-0 the same way. Other ranks, launchers' processes and all runs of tests that are not slow are started by
-Python itself: they prove what a start has to do, and that ranks need no common order of hashes.
+0 the same way, and the others where `make test` has compared the bits of such ranks. Else other ranks,
+launchers' processes and all runs of tests that are not slow are started by Python itself: they prove what a
+start has to do, and that ranks need no common order of hashes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
+ALL_RANKS = "TESTS_FORK_ALL_RANKS"
+"""Variable of a run whose ranks are all forked, in place of the first one alone."""
 _MOST_BYTES = 1 << 20
 _LOOK_SECONDS = 0.005
 
@@ -200,7 +203,7 @@ def _become(words: Sequence[str], environ: Mapping[str, str], kept: Sequence[int
     code = 1
     try:
         if module in ("trainer", "tests.e2e.harness") and "--child" not in arguments:
-            _fork_rank_0()
+            _fork_ranks()
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
@@ -243,13 +246,13 @@ class _Rank:
             os.kill(self.pid, signum)
 
 
-def _fork_rank_0() -> None:
-    """Have the supervisor of this process fork rank 0, which Python itself would start."""
+def _fork_ranks() -> None:
+    """Have the supervisor of this process fork rank 0 or all of them, which Python itself would start."""
     from trainer.telemetry.supervising import supervisor
 
     def start(command: list[str], **rest: Any) -> _Rank | subprocess.Popen[bytes]:
         environ = rest["env"]
-        if environ.get("RANK", "0") != "0":
+        if environ.get("RANK", "0") != "0" and ALL_RANKS not in environ:
             return subprocess.Popen(command, **rest)
         sys.stderr.flush()
         pid = os.fork()
