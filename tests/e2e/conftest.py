@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -30,7 +31,7 @@ PLAIN_KEYS = (
     "parallel.gpus=", "validation.", "checkpoint.", "train.max_train_steps=", "train.adam_epsilon=",
     "train.train_batch_size=", "train.gradient_accumulation_steps=", "train.log_every_steps=",
 )  # fmt: skip
-"""What may be set of runs of these cases whose ranks `make test` has compared in processes of their own."""
+"""Keys that runs of these cases may set: `make test` has compared such ranks in processes of their own."""
 T = TypeVar("T")
 
 
@@ -197,16 +198,29 @@ def yard(tiny_base: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Callable[[], Nursery]]:
+def nursery() -> Iterator[Callable[..., Nursery]]:
     with nurseries(common_environment()) as another:
         yield another
+
+
+def is_slow(request: pytest.FixtureRequest) -> bool:
+    return request.node.get_closest_marker("slow") is not None
 
 
 @pytest.fixture
 def start(yard: Workshop, request: pytest.FixtureRequest) -> Iterator[Start]:
     """Start a run of a case in a folder; the same folder again resumes it. Slow tests fork it."""
-    is_slow = request.node.get_closest_marker("slow") is not None
-    with starting(yard, request.getfixturevalue("nursery") if is_slow else None) as starter:
+    if is_slow(request):
+        yield request.getfixturevalue("fork")
+        return
+    with starting(yard) as starter:
+        yield starter
+
+
+@pytest.fixture
+def fork(yard: Workshop, nursery: Callable[..., Nursery], request: pytest.FixtureRequest) -> Iterator[Start]:
+    """Fork a run as `start` starts one, for tests of how runs end."""
+    with starting(yard, functools.partial(nursery, alternate=is_slow(request))) as starter:
         yield starter
 
 

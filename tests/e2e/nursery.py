@@ -1,12 +1,12 @@
-"""A process that has imported what runs import: slow tests, which start hundreds of runs, fork them from it.
+"""A process that has imported what runs import: tests fork runs from it, slow ones hundreds.
 
     python -P -m tests.e2e.nursery DESCRIPTOR
 
 Each request is the words after `python` and an environment. They are run by a child as `python -m` would run
 them: own environment, signals, descriptors, streams and exit. A supervisor that came from here forks its rank
 0 the same way, and the others where `make test` has compared the bits of such ranks. Else other ranks,
-launchers' processes and all runs of tests that are not slow are started by Python itself: they prove what a
-start has to do, and that ranks need no common order of hashes.
+launchers' processes, and runs of `make test` that are about more than their end are started by Python itself:
+they prove what a start has to do, and that ranks need no common order of hashes.
 """
 
 from __future__ import annotations
@@ -106,15 +106,15 @@ class Nursery:
 
 
 @contextlib.contextmanager
-def nurseries(environ: Mapping[str, str]) -> Iterator[Callable[[], Nursery]]:
-    """Give two in turn, made when they are asked for: strings have other hashes in the second one."""
+def nurseries(environ: Mapping[str, str]) -> Iterator[Callable[..., Nursery]]:
+    """Give one, or two in turn, made when they are asked for: strings have other hashes in the second one."""
     made: list[Nursery] = []
 
-    def another() -> Nursery:
-        if len(made) < 2:
+    def another(*, alternate: bool) -> Nursery:
+        if len(made) < 1 + alternate:
             made.append(Nursery(environ))
-            return made[-1]
-        made.reverse()
+        elif alternate:
+            made.reverse()
         return made[-1]
 
     try:
