@@ -9,10 +9,10 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-MOST = 4
 _SECONDS = 240.0
 
 
@@ -30,9 +30,9 @@ def _work(calls: Connection) -> None:
     import torch
 
     from trainer.engine import ranks
-    from trainer.modeling.vision import make_torchvision_importable
+    from trainer.modeling.quiet import quiet_libraries
 
-    make_torchvision_importable()
+    quiet_libraries()
     torch.set_num_threads(1)
     while (call := calls.recv()) is not None:
         function, rank, size, place, given = call
@@ -48,12 +48,15 @@ class Workers:
     """`call(function, 2, ...)` gives what `function(Ranks, ...)` returned on each of two ranks."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("spawn")
         self._ends: list[Connection] = []
-        self._processes = []
-        for _ in range(MOST):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs,), daemon=True)
+        self._processes: list[BaseProcess] = []
+
+    def _start(self, size: int) -> None:
+        """Start those that no call has needed before."""
+        for _ in range(len(self._ends), size):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_work, args=(theirs,), daemon=True)
             process.start()
             self._ends.append(ours)
             self._processes.append(process)
@@ -62,6 +65,7 @@ class Workers:
         self, function: Callable[..., Any], size: int, *given: Any, place: Path | None = None
     ) -> list[Any]:
         """Answers by rank; AssertionError with the traceback of the first rank that failed."""
+        self._start(size)
         with tempfile.TemporaryDirectory() as folder:
             ends = self._ends[:size]
             for rank, end in enumerate(ends):

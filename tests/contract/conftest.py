@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.runs import Case, Job, Step, Workshop, keep_edits_small, record_samples, small_samples
+from tests.contract.runs import (
+    Case,
+    Job,
+    Step,
+    Workshop,
+    keep_edits_small,
+    keep_kontexts_small,
+    record_samples,
+    small_samples,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +72,4 @@ def finished(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Ca
 @pytest.fixture
 def small_kontexts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a pipeline that scales a picture before the edit to a megapixel scale it to a few pixels."""
-    from diffusers.pipelines.flux import pipeline_flux_kontext as kontext
-
-    small = [(48, 112), (64, 96), (64, 80), (64, 64), (80, 64), (96, 64), (112, 48)]
-    monkeypatch.setattr(kontext, "PREFERRED_KONTEXT_RESOLUTIONS", small)
+    keep_kontexts_small(monkeypatch.setattr)

@@ -222,6 +222,14 @@ def keep_edits_small(set_attribute: Callable[[Any, str, Any], None]) -> None:
     set_attribute(plus, "VAE_IMAGE_SIZE", 64 * 64)
 
 
+def keep_kontexts_small(set_attribute: Callable[[Any, str, Any], None]) -> None:
+    """Do the same to the pipeline that scales one to the nearest of some sizes of a megapixel."""
+    from diffusers.pipelines.flux import pipeline_flux_kontext as kontext
+
+    small = [(48, 112), (64, 96), (64, 80), (64, 64), (80, 64), (96, 64), (112, 48)]
+    set_attribute(kontext, "PREFERRED_KONTEXT_RESOLUTIONS", small)
+
+
 def small_samples(folder: Path, chosen: Sequence[int] = range(7)) -> Path:
     """Example pictures, one of them cut to another bucket, with a control image each, and as many
     conversations.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -19,11 +20,18 @@ from typing import Any, Protocol, TypeVar
 
 import pytest
 
-from tests.contract.runs import CPU_FACTS, ROOT, Case, Workshop, small_samples
+from tests.contract.runs import CASES, CPU_FACTS, ROOT, Case, Workshop, small_samples
 from tests.e2e.launching import Wrapped
+from tests.e2e.nursery import ALL_RANKS, Forked, Nursery, nurseries
 from trainer.telemetry.status import Phase, Status, read_status
 
 PATIENCE_SECONDS = 120.0
+PLAIN_CASES = CASES[:2]
+PLAIN_KEYS = (
+    "parallel.gpus=", "validation.", "checkpoint.", "train.max_train_steps=", "train.adam_epsilon=",
+    "train.train_batch_size=", "train.gradient_accumulation_steps=", "train.log_every_steps=",
+)  # fmt: skip
+"""Keys that runs of these cases may set: `make test` has compared such ranks in processes of their own."""
 T = TypeVar("T")
 
 
@@ -31,7 +39,7 @@ T = TypeVar("T")
 class Process:
     """A `trainer` that was started."""
 
-    popen: subprocess.Popen[str]
+    popen: subprocess.Popen[str] | Forked
     run_dir: Path
     runtime: Path
     cache: Path
@@ -117,14 +125,10 @@ def free_port() -> int:
         return port
 
 
-def environment(folder: Path, port: int, cache: Path) -> dict[str, str]:
+def common_environment() -> dict[str, str]:
     """This process's environment without what concerns another run."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TRAINER_")}
     return kept | {
-        "TRAINER_FACTS": str(CPU_FACTS),
-        "TRAINER_RUNTIME_DIR": str(folder / "runtime"),
-        "TRAINER_CACHE_DIR": str(cache),
-        "TRAINER_METRICS_PORT": str(port),
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -132,9 +136,21 @@ def environment(folder: Path, port: int, cache: Path) -> dict[str, str]:
     }
 
 
+def environment(folder: Path, port: int, cache: Path) -> dict[str, str]:
+    """The environment of a run."""
+    return common_environment() | {
+        "TRAINER_FACTS": str(CPU_FACTS),
+        "TRAINER_RUNTIME_DIR": str(folder / "runtime"),
+        "TRAINER_CACHE_DIR": str(cache),
+        "TRAINER_METRICS_PORT": str(port),
+    }
+
+
 @contextlib.contextmanager
-def starting(workshop: Workshop) -> Iterator[Start]:
-    """Starts runs; whatever is left of them at the end is killed."""
+def starting(workshop: Workshop, nursery: Callable[[], Nursery] | None = None) -> Iterator[Start]:
+    """Starts runs, those without a launcher from a nursery if there is one; whatever is left of them at the
+    end is killed.
+    """
     started: list[Process] = []
 
     def start(
@@ -149,13 +165,13 @@ def starting(workshop: Workshop) -> Iterator[Start]:
         cache = cache or workshop.cache
         config = workshop.write_config(case, folder)
         arguments = ["train", str(config), *(word for text in overrides for word in ("--set", text))]
-        popen = subprocess.Popen(
-            _command(arguments, knobs, launcher),
-            cwd=ROOT,
-            env=environment(folder, port, cache),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command, environ = _command(arguments, knobs, launcher), environment(folder, port, cache)
+        popen: subprocess.Popen[str] | Forked
+        if nursery is not None and launcher is None:
+            is_plain = case in PLAIN_CASES and all(one.startswith(PLAIN_KEYS) for one in overrides)
+            popen = nursery().start(command[1:], environ | ({ALL_RANKS: "1"} if is_plain else {}))
+        else:
+            popen = subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
         runtime = folder / "runtime"
         process = Process(popen=popen, run_dir=folder / "run", runtime=runtime, cache=cache, port=port)
         started.append(process)
@@ -181,10 +197,30 @@ def yard(tiny_base: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
     return Workshop(base=tiny_base, samples=small_samples(folder / "samples"), cache=folder / "cache")
 
 
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Callable[..., Nursery]]:
+    with nurseries(common_environment()) as another:
+        yield another
+
+
+def is_slow(request: pytest.FixtureRequest) -> bool:
+    return request.node.get_closest_marker("slow") is not None
+
+
 @pytest.fixture
-def start(yard: Workshop) -> Iterator[Start]:
-    """Start a run of a case in a folder; the same folder again resumes it."""
+def start(yard: Workshop, request: pytest.FixtureRequest) -> Iterator[Start]:
+    """Start a run of a case in a folder; the same folder again resumes it. Slow tests fork it."""
+    if is_slow(request):
+        yield request.getfixturevalue("fork")
+        return
     with starting(yard) as starter:
+        yield starter
+
+
+@pytest.fixture
+def fork(yard: Workshop, nursery: Callable[..., Nursery], request: pytest.FixtureRequest) -> Iterator[Start]:
+    """Fork a run as `start` starts one, for tests of how runs end."""
+    with starting(yard, functools.partial(nursery, alternate=is_slow(request))) as starter:
         yield starter
 
 

@@ -249,6 +249,14 @@ def reads_unstaged() -> None:
     proof.export_lora = export
 
 
+def small_edits() -> None:
+    """Pictures before an edit that are scaled to a few pixels, in place of a megapixel."""
+    from tests.contract.runs import keep_edits_small, keep_kontexts_small
+
+    keep_edits_small(setattr)
+    keep_kontexts_small(setattr)
+
+
 PATCHES: dict[str, Callable[[], None]] = {
     "save": slow_save,
     "export": slow_export,
@@ -260,6 +268,7 @@ PATCHES: dict[str, Callable[[], None]] = {
     "failing": failing_rank,
     "guarded": read_when_staged,
     "unstaged": reads_unstaged,
+    "edits": small_edits,
 }
 """Patches of the training process, by the knob `patch`."""
 

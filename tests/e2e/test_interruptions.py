@@ -96,8 +96,8 @@ def test_a_reader_of_its_lines_that_goes_away_changes_nothing(
 
 
 @pytest.mark.parametrize("case", FIRST_CASES, ids=str)
-def test_a_stop_while_caching_saves_nothing_but_the_cache(case: Case, start: Start, tmp_path: Path) -> None:
-    process = start(case, tmp_path, knobs={"patch": "cache"}, cache=tmp_path / "cache")
+def test_a_stop_while_caching_saves_nothing_but_the_cache(case: Case, fork: Start, tmp_path: Path) -> None:
+    process = fork(case, tmp_path, knobs={"patch": "cache"}, cache=tmp_path / "cache")
     process.wait_until(lambda: any(process.cache.rglob("*.safetensors")))
     process.popen.send_signal(signal.SIGTERM)
     code, errors = process.end()
@@ -111,8 +111,8 @@ def test_a_stop_while_caching_saves_nothing_but_the_cache(case: Case, start: Sta
 
 
 @pytest.mark.parametrize("case", FIRST_CASES, ids=str)
-def test_a_stop_before_the_first_step_saves_nothing(case: Case, start: Start, tmp_path: Path) -> None:
-    process = start(case, tmp_path, "validation.num_inference_steps=500")
+def test_a_stop_before_the_first_step_saves_nothing(case: Case, fork: Start, tmp_path: Path) -> None:
+    process = fork(case, tmp_path, "validation.num_inference_steps=500")
     process.wait_for_phase(Phase.PREVIEW)
     process.popen.send_signal(signal.SIGTERM)
     code, errors = process.end()

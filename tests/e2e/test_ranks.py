@@ -21,6 +21,7 @@ from tests.contract.runs import (
     Workshop,
     different,
     draws,
+    edits,
     files,
     numbers,
     products,
@@ -184,15 +185,15 @@ def test_stopped_by_two_and_gone_on_with_by_one_and_by_two(
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_killed_rank_ends_the_run_within_seconds(rank: int, start: Start, tmp_path: Path) -> None:
-    process = start(FIRST, tmp_path, TWO, "train.max_train_steps=10000")
+def test_a_killed_rank_ends_the_run_within_seconds(rank: int, fork: Start, tmp_path: Path) -> None:
+    process = fork(FIRST, tmp_path, TWO, "train.max_train_steps=10000")
     children = pids(process, 2)
     process.wait_until((process.run_dir / "checkpoints" / "step-000005").is_dir)
     require_gone_after_kill(process, children, rank)
 
 
-def test_sigterm_to_one_rank_stops_all_at_one_step(start: Start, tmp_path: Path) -> None:
-    process = start(FIRST, tmp_path, TWO, "train.max_train_steps=10000")
+def test_sigterm_to_one_rank_stops_all_at_one_step(fork: Start, tmp_path: Path) -> None:
+    process = fork(FIRST, tmp_path, TWO, "train.max_train_steps=10000")
     children = pids(process, 2)
     os.kill(children[1], signal.SIGTERM)
     code, errors = process.end()
@@ -233,8 +234,8 @@ def test_a_stop_in_the_last_previews_is_told_once_and_they_are_drawn_again(
     assert not different(products(again.run_dir), products(uninterrupted(FIRST).run_dir))
 
 
-def test_an_error_of_one_rank_that_was_not_agreed_on_ends_both(start: Start, tmp_path: Path) -> None:
-    process = start(FIRST, tmp_path, TWO, "train.max_train_steps=10000", knobs={"patch": "failing"})
+def test_an_error_of_one_rank_that_was_not_agreed_on_ends_both(fork: Start, tmp_path: Path) -> None:
+    process = fork(FIRST, tmp_path, TWO, "train.max_train_steps=10000", knobs={"patch": "failing"})
     children = pids(process, 2)
     code, errors = process.end()
     assert code == ExitCode.BAD_DATA, errors
@@ -243,7 +244,7 @@ def test_an_error_of_one_rank_that_was_not_agreed_on_ends_both(start: Start, tmp
 
 
 def test_nan_on_one_rank_is_named_and_changes_nothing(
-    start: Start, yard: Workshop, uninterrupted: Callable[[Case], Process], tmp_path: Path
+    fork: Start, yard: Workshop, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
     """Whichever rank has the sample, its file is named, once, and the step before is kept."""
     straight = uninterrupted(FIRST)
@@ -255,7 +256,7 @@ def test_nan_on_one_rank_is_named_and_changes_nothing(
     there = yard.job(FIRST, tmp_path / "there", "validation.prompts=[]", cache=cache)
     poison(list_entries(there.context, there.samples.training, there.samples.prompt_controls), record)
     options = ("checkpoint.checkpointing_steps=1", "train.log_every_steps=1", "validation.prompts=[]")
-    process = start(FIRST, tmp_path / "run", TWO, *options, cache=cache)
+    process = fork(FIRST, tmp_path / "run", TWO, *options, cache=cache)
     code, errors = process.end()
     assert code == ExitCode.DIVERGED, errors
     assert str(entries.records[record].path) in errors
@@ -265,7 +266,7 @@ def test_nan_on_one_rank_is_named_and_changes_nothing(
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_entry_that_one_rank_cannot_read_loses_no_step(
-    rank: int, start: Start, yard: Workshop, uninterrupted: Callable[[Case], Process], tmp_path: Path
+    rank: int, fork: Start, yard: Workshop, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
     """The last step before it is saved, the entry is named once, and the run goes on to the same end."""
     straight = uninterrupted(FIRST)
@@ -285,7 +286,7 @@ def test_an_entry_that_one_rank_cannot_read_loses_no_step(
     path = held.cache.path("latents", held.latents[record].key)
     flip(path)
 
-    process = start(FIRST, tmp_path / "run", TWO, "checkpoint.checkpointing_steps=1000", cache=cache)
+    process = fork(FIRST, tmp_path / "run", TWO, "checkpoint.checkpointing_steps=1000", cache=cache)
     code, errors = process.end()
     assert code == ExitCode.BAD_DATA, errors
     # gone, where the threads that read ahead met it twice
@@ -294,7 +295,7 @@ def test_an_entry_that_one_rank_cannot_read_loses_no_step(
     rows = [json.loads(line) for line in (process.run_dir / "log.jsonl").read_text().splitlines()]
     assert [row["message"].count(str(path)) for row in rows if row["level"] == "error"] == [1]
 
-    process = start(FIRST, tmp_path / "run", TWO, cache=cache)
+    process = fork(FIRST, tmp_path / "run", TWO, cache=cache)
     assert f"resumed from step-{step:06d}" in ended(process)
     assert numbers(process.run_dir) == numbers(straight.run_dir)
     assert not different(products(process.run_dir), products(straight.run_dir))
@@ -333,11 +334,11 @@ def test_a_slow_rank_is_named_once_and_the_run_goes_on(start: Start, tmp_path: P
     [(3, []), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, ["step-000002"]), (1000, [])))],
 )
 def test_a_flipped_bit_of_one_rank_ends_the_run_and_is_never_saved(
-    every: int, saved: list[str], start: Start, tmp_path: Path
+    every: int, saved: list[str], fork: Start, tmp_path: Path
 ) -> None:
     """It flips in the third step: in one that is saved, before one that is, and where nothing is due."""
     due = f"checkpoint.checkpointing_steps={every}"
-    process = start(FIRST, tmp_path, TWO, due, "validation.held_out=0", knobs={"patch": "flipped"})
+    process = fork(FIRST, tmp_path, TWO, due, "validation.held_out=0", knobs={"patch": "flipped"})
     code, errors = process.end()
     assert code == ExitCode.HARDWARE, errors
     assert errors.count("do not hold equal weights any more; after step 2 they did") == 1
@@ -485,12 +486,11 @@ def test_one_two_and_four_ranks_are_equal_on_a_set_of_real_shape(
     more = ("train.ema_decay=0.9", "lora.dropout=0.1", "train.gradient_accumulation_steps=4")
     # one rank of two draws two previews, and of four one draws none
     more += ('validation.prompts=["an apple", "a red car", "a cup"]',)
-    # FLUX.1-Kontext scales its control images to a megapixel, which takes minutes here: of its small run
-    of_set = () if case.family == "flux1_kontext" else settings(case.family, short_chats(tmp_path))
-    chosen = (*of_set, *more)
+    chosen = (*settings(case.family, short_chats(tmp_path)), *more)
+    knobs = {"patch": "edits"} if edits(case.family) else None  # in megapixels it would take minutes
     done = []
     for number in (1, 2, 4):
-        process = start(case, tmp_path / str(number), *chosen, f"parallel.gpus={number}")
+        process = start(case, tmp_path / str(number), *chosen, f"parallel.gpus={number}", knobs=knobs)
         ended(process)
         done.append(process.run_dir)
     for other in done[1:]:

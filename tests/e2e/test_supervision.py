@@ -76,11 +76,11 @@ def test_only_our_lines_reach_the_terminal(case: Case, uninterrupted: Callable[[
 
 
 @pytest.mark.parametrize("case", FIRST_CASES, ids=str)
-def test_low_host_memory_gives_a_checkpoint_and_71(case: Case, start: Start, tmp_path: Path) -> None:
+def test_low_host_memory_gives_a_checkpoint_and_71(case: Case, fork: Start, tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text(f"MemAvailable: {64 * 1024**2} kB\n")
     limits = {"interval_seconds": 0.1, "soft_samples": 3}
-    process = start(case, tmp_path, *ENDLESS, knobs={"meminfo": str(meminfo), "limits": limits})
+    process = fork(case, tmp_path, *ENDLESS, knobs={"meminfo": str(meminfo), "limits": limits})
     process.wait_for_phase(Phase.TRAIN)
     assert process.popen.poll() is None
     low = meminfo.with_suffix(".new")

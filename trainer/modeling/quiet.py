@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from trainer.modeling.quick_imports import shorten_imports
 from trainer.modeling.vision import make_torchvision_importable
 
 
@@ -104,6 +105,7 @@ def quiet_libraries() -> None:
 
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
+    shorten_imports()
 
 
 @functools.cache  # a logger takes one filter once

@@ -1,0 +1,278 @@
+"""A process that has imported what runs import: tests fork runs from it, slow ones hundreds.
+
+    python -P -m tests.e2e.nursery DESCRIPTOR
+
+Each request is the words after `python` and an environment. They are run by a child as `python -m` would run
+them: own environment, signals, descriptors, streams and exit. A supervisor that came from here forks its rank
+0 the same way, and the others where `make test` has compared the bits of such ranks. Else other ranks,
+launchers' processes, and runs of `make test` that are about more than their end are started by Python itself:
+they prove what a start has to do, and that ranks need no common order of hashes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+ALL_RANKS = "TESTS_FORK_ALL_RANKS"
+"""Variable of a run whose ranks are all forked, in place of the first one alone."""
+_MOST_BYTES = 1 << 20
+_LOOK_SECONDS = 0.005
+
+
+class Forked:
+    """A run that was forked, with what `subprocess.Popen` has for tests; it is a child of a child of ours."""
+
+    def __init__(self, pid: int, stderr: int, ended: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stderr = stderr
+        self._ended = ended
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._ended], [], [], 0)[0]:
+            told = os.read(self._ended, 64)
+            os.close(self._ended)
+            self.returncode = int(told) if told else -signal.SIGKILL
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.poll() is None and not select.select([self._ended], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("forked run", timeout or 0.0)
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def communicate(self, timeout: float = 300.0) -> tuple[None, str]:
+        """Read stderr to its end, then wait."""
+        end, parts = time.monotonic() + timeout, []
+        while self.stderr >= 0:
+            if not select.select([self.stderr], [], [], max(0.0, end - time.monotonic()))[0]:
+                raise subprocess.TimeoutExpired("forked run", timeout)
+            parts.append(os.read(self.stderr, _MOST_BYTES))
+            if not parts[-1]:
+                os.close(self.stderr)
+                self.stderr = -1
+        self.wait(max(0.0, end - time.monotonic()))
+        return None, b"".join(parts).decode()
+
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Nursery:
+    """The process and the way to ask it."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        words = [sys.executable, "-P", "-m", "tests.e2e.nursery", str(theirs.fileno())]
+        path = {"PYTHONPATH": str(ROOT)}
+        self._process = subprocess.Popen(words, cwd=ROOT, env={**environ, **path}, pass_fds=[theirs.fileno()])
+        theirs.close()
+
+    def start(self, words: Sequence[str], environ: Mapping[str, str]) -> Forked:
+        """Run the words that would follow `python`."""
+        read, write = os.pipe()
+        ended, tell = os.pipe()
+        request = json.dumps({"words": list(words), "environ": dict(environ)}).encode()
+        socket.send_fds(self._ours, [request], [write, tell])
+        os.close(write)
+        os.close(tell)
+        return Forked(int(self._ours.recv(64)), read, ended)
+
+    def end(self) -> None:
+        self._ours.close()
+        self._process.wait(10)
+
+
+@contextlib.contextmanager
+def nurseries(environ: Mapping[str, str]) -> Iterator[Callable[..., Nursery]]:
+    """Give one, or two in turn, made when they are asked for: strings have other hashes in the second one."""
+    made: list[Nursery] = []
+
+    def another(*, alternate: bool) -> Nursery:
+        if len(made) < 1 + alternate:
+            made.append(Nursery(environ))
+        elif alternate:
+            made.reverse()
+        return made[-1]
+
+    try:
+        yield another
+    finally:
+        for one in made:
+            one.end()
+
+
+def _import_all() -> None:
+    """Import what a run imports, and keep it out of every later collection of garbage."""
+    gc.disable()
+    import torch._dynamo
+
+    import trainer.cli.commands
+    import trainer.cli.jobs
+    import trainer.cli.measure
+    import trainer.cli.train
+    from trainer.modeling.quiet import quiet_libraries
+
+    quiet_libraries()
+    import diffusers
+    import peft
+    import torch.utils.tensorboard
+    import transformers
+
+    import trainer.engine.building.base_load_check
+    import trainer.engine.run
+    import trainer.planning.kept_decisions
+    import trainer.planning.render
+
+    for library, names in (
+        (diffusers, ("FluxTransformer2DModel", "AutoencoderKL", "FluxPipeline")),
+        (transformers, ("AutoTokenizer", "CLIPTextModel", "T5EncoderModel", "LlamaForCausalLM")),
+    ):
+        for name in names:
+            getattr(library, name)
+    del peft, torch, trainer
+    gc.freeze()
+    gc.enable()
+
+
+def _serve(requests: socket.socket) -> None:
+    """Answer requests until the tests are gone. What forks a run waits for it and tells how it ended."""
+    waiting: set[int] = set()
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, _MOST_BYTES, 2)
+        waiting = {one for one in waiting if os.waitpid(one, os.WNOHANG if message else 0)[0] == 0}
+        if not message:
+            return
+        stderr, ended = descriptors
+        if waits := os.fork():
+            waiting.add(waits)
+            os.close(stderr)
+            os.close(ended)
+            continue
+        asked = json.loads(message)
+        pid = os.fork()
+        if not pid:
+            os.dup2(stderr, 2)
+            _become(asked["words"], asked["environ"], kept=())
+        os.close(stderr)
+        requests.send(str(pid).encode())
+        requests.close()
+        _, status = os.waitpid(pid, 0)
+        os.write(ended, str(os.waitstatus_to_exitcode(status)).encode())
+        os._exit(0)
+
+
+def _become(words: Sequence[str], environ: Mapping[str, str], kept: Sequence[int]) -> NoReturn:
+    """Be the process that `python *words` would be, from its start to its end."""
+    for signum in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    low = 3
+    for descriptor in sorted(kept):
+        os.closerange(low, descriptor)
+        low = descriptor + 1
+    os.closerange(low, os.sysconf("SC_OPEN_MAX"))
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    gc.set_threshold(700, 10, 10)
+    module, arguments = words[words.index("-m") + 1], list(words[words.index("-m") + 2 :])
+    sys.argv = [module, *arguments]
+    code = 1
+    try:
+        if module in ("trainer", "tests.e2e.harness") and "--child" not in arguments:
+            _fork_ranks()
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(BaseException):
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as Python's end does
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code & 0xFF)
+
+
+class _Rank:
+    """A child of a supervisor, with what it asks of `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() >= end:
+                raise subprocess.TimeoutExpired("forked rank", timeout)
+            time.sleep(_LOOK_SECONDS)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+
+def _fork_ranks() -> None:
+    """Have the supervisor of this process fork rank 0 or all of them, which Python itself would start."""
+    from trainer.telemetry.supervising import supervisor
+
+    def start(command: list[str], **rest: Any) -> _Rank | subprocess.Popen[bytes]:
+        environ = rest["env"]
+        if environ.get("RANK", "0") != "0" and ALL_RANKS not in environ:
+            return subprocess.Popen(command, **rest)
+        sys.stderr.flush()
+        pid = os.fork()
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)  # whichever of the two comes first
+        if pid:
+            return _Rank(pid)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        _become(command[1:], environ, kept=rest["pass_fds"])
+
+    shim = types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
+    vars(supervisor)["subprocess"] = shim
+
+
+def main() -> None:
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    _import_all()
+    _serve(requests)
+
+
+if __name__ == "__main__":
+    main()
