@@ -30,9 +30,9 @@ def _work(calls: Connection) -> None:
     import torch
 
     from trainer.engine import ranks
-    from trainer.modeling.quiet import quiet_libraries
+    from trainer.modeling.vision import make_torchvision_importable
 
-    quiet_libraries()
+    make_torchvision_importable()
     torch.set_num_threads(1)
     while (call := calls.recv()) is not None:
         function, rank, size, place, given = call

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trainer.modeling.quick_imports import shorten_imports
 from trainer.modeling.vision import make_torchvision_importable
 
 
@@ -105,7 +104,6 @@ def quiet_libraries() -> None:
 
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
-    shorten_imports()
 
 
 @functools.cache  # a logger takes one filter once

@@ -11,14 +11,12 @@ import json
 import sys
 from pathlib import Path
 
-from trainer.modeling.quick_imports import shorten_imports
 from trainer.modeling.vision import make_torchvision_importable
 
 
 def meta_shapes(folder: Path, library: str, class_name: str) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that the component's files would hold; tied weights count once."""
     make_torchvision_importable()
-    shorten_imports()
     import torch
 
     model_class = getattr(importlib.import_module(library), class_name)
