@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -12,12 +13,12 @@ from tests.unit.modeling.small_models import FAMILIES, Case, case, difference, r
 from trainer.modeling.blocks.recompute import repeated_blocks
 from trainer.modeling.blocks.same_input import same_inputs
 from trainer.modeling.storage.fp8_trained import (
+    Fp8TrainedLinear,
     WeightGradient,
     multiply_in_fp8,
     refresh_weights,
 )
 from trainer.modeling.storage.joined_trained import JoinedFp8Linear, JoinedLinear, join_trained
-from trainer.ways.storages import find
 
 QKV = ("to_q", "to_k", "to_v")
 # layers of each group in a block's order of calls, and how many such groups the small model has
@@ -54,7 +55,8 @@ def trained(
     names = same_inputs(made.model, made.predict, (torch.nn.Linear,))
     if kind != "plain":
         gradient: WeightGradient = "fp8" if kind == "fp8" else "bf16"
-        assert multiply_in_fp8(made.model, find("bf16", "fp8", 2), made.family.high_precision, gradient)[0]
+        make = functools.partial(Fp8TrainedLinear, copies=2, weight_gradient=gradient)
+        assert multiply_in_fp8(made.model, made.family.high_precision, make)[0]
     if joins:
         wanted = GROUPS[family]
         joined = join_trained(made.model, names, repeated_blocks(made.model, made.family.blocks))

@@ -251,7 +251,7 @@ def test_a_head_has_three_products_where_it_trains_and_two_else() -> None:
 
 
 def test_inputs_are_quantised_once_and_gradients_twice() -> None:
-    geometry = dataclasses.replace(full_size("llama"), linear_values=(100, 10))
+    geometry = dataclasses.replace(full_size("llama"), linear_values=(100, 10, 130))
     chosen = full(**FP8)
     by_rows, by_columns = 3 * 100 + 3 * 10, 2 * 100 + 3 * 10
     once = trained_time.quantising_ms(chosen, geometry, 1e-9, forwards=1.0, probed=False)
@@ -266,7 +266,7 @@ def test_inputs_are_quantised_once_and_gradients_twice() -> None:
 
 def test_values_of_the_blocks_linears_are_those_of_their_sides() -> None:
     """Llama-8B: q, k and v read 4,096 values of a token once, gate and up, and o as many, down 14,336."""
-    read, given = full_size("llama").linear_values
+    read, given, _ = full_size("llama").linear_values
     tokens, blocks = 4096, 32
     assert read == tokens * blocks * (3 * 4096 + 14336)
     assert given == tokens * blocks * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)

@@ -357,13 +357,20 @@ def test_a_full_fine_tune_over_four_gpus_has_a_quarter_of_its_rows_on_each(
     assert (alone.ranks, alone.in_rows) == (1, False)
 
 
-def test_weights_that_are_trained_in_fp8_are_not_parted(shared: Config, geometry: Geometry) -> None:
+def test_weights_that_are_trained_in_fp8_lie_in_even_rows(shared: Config, geometry: Geometry) -> None:
     asked = functools.partial(shared, method="full", features__compute="fp8")
-    hopper = dataclasses.replace(machine("h200"), gpus=machine("h200").gpus * 2)
-    found = planned(asked(parallel__gpus="auto"), geometry, hopper)
-    assert (found.ranks, found.compute, found.in_rows) == (1, "fp8", False)
-    with pytest.raises(ConfigError, match=r"features\.compute: fp8 rounds whole weights, not rows"):
-        planned(asked(parallel__gpus=2), geometry, hopper)
+    hopper = dataclasses.replace(machine("h200"), gpus=machine("h200").gpus * 4)
+    alone, two = (planned(asked(parallel__gpus=count), in_blocks(geometry), hopper) for count in (1, 2))
+    assert (two.ranks, two.compute, two.in_rows) == (2, "fp8", True)
+    # gathered bytes are transposed for each product
+    assert (alone.weight_copies, two.weight_copies) == (2, 1)
+    sizes = [{part.name: part.bytes for part in plan.train_memory} for plan in (alone, two)]
+    assert 4 * sizes[1]["fp8 weights"] == pytest.approx(sizes[0]["fp8 weights"], rel=0.01)
+    bf16 = planned(shared(method="full", parallel__gpus=2), in_blocks(geometry), hopper)
+    whole = {part.name: part.bytes for part in bf16.train_memory}
+    assert sizes[1]["gathered blocks"] < whole["gathered blocks"]
+    with pytest.raises(ConfigError, match=r"features\.compute: fp8 parts weights evenly, whose rows are"):
+        planned(asked(parallel__gpus=3), in_blocks(geometry), hopper)
 
 
 def test_auto_takes_as_few_gpus_as_a_full_fine_tune_fits_on(shared: Config, geometry: Geometry) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from trainer.engine.building.fast import compile_model, join_linears, linears_of_one_input
-from trainer.engine.building.fp8 import prove_fp8, train_in_fp8
+from trainer.engine.building.fp8 import prove_fp8, rows_in_fp8, train_in_fp8
 from trainer.engine.building.model import Model
 from trainer.engine.building.staged import absent, devices, file_readers, with_staged_blocks
 from trainer.engine.context import Context
@@ -157,6 +157,8 @@ def _streamed(context: Context) -> Model:
         if plan.in_rows:
             from trainer.modeling.base.load_rows import fill_rows
 
+            if plan.weight_gradient:
+                rows_in_fp8(context, structure.module)
             rank, size = context.ranks.rank, context.ranks.size
             root = fill_rows(structure, blocks, rank=rank, size=size, on_shard=on_shard, on_bytes=on_bytes)
             return Model(module=root.model, blocks=blocks, root=root)

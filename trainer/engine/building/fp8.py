@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from trainer.engine.context import Context
 from trainer.errors import ConfigError, HardwareError
 from trainer.modeling.storage.fp8 import keep_ones
 from trainer.modeling.storage.fp8_trained import (
+    Fp8TrainedLinear,
     WeightGradient,
     multiply_in_fp8,
     refresh_weights,
@@ -47,9 +49,12 @@ def train_in_fp8(context: Context, model: Model, names: list[list[str]]) -> str:
 
     Raises ConfigError where no layer can, and HardwareError where a product ran in another type.
     """
-    plan = context.plan
-    kind: WeightGradient = "fp8" if plan.weight_gradient == "fp8" else "bf16"
-    count, kept = multiply_in_fp8(model.module, plan.way, context.family.high_precision, kind)
+    kind = weight_gradient(context)
+    if model.root is None:
+        make = functools.partial(Fp8TrainedLinear, copies=context.plan.way.copies, weight_gradient=kind)
+        multiply_in_fp8(model.module, context.family.high_precision, make)
+    linears = [one for one in model.module.modules() if isinstance(one, torch.nn.Linear)]
+    count = sum(isinstance(one, Fp8TrainedLinear) for one in linears)
     if not count:
         raise ConfigError(
             "no layer of this model can be trained in FP8",
@@ -60,7 +65,20 @@ def train_in_fp8(context: Context, model: Model, names: list[list[str]]) -> str:
     keep_ones(context.device)
     refresh_weights(model.module)
     proved = prove_trained(context, model.module)
-    return f"fp8: {count} of {count + kept} linear layers, gradients of weights in {kind}; {joined}; {proved}"
+    return f"fp8: {count} of {len(linears)} linear layers, gradients of weights in {kind}; {joined}; {proved}"
+
+
+def rows_in_fp8(context: Context, module: Any) -> None:
+    """Have a model's linears multiply in FP8 whose weights will lie in rows: before these are parted."""
+    from trainer.modeling.storage.trained_rows import Fp8RowsLinear
+
+    make = functools.partial(Fp8RowsLinear, weight_gradient=weight_gradient(context))
+    multiply_in_fp8(module, context.family.high_precision, make)
+
+
+def weight_gradient(context: Context) -> WeightGradient:
+    """Type that the plan multiplies the gradients of weights in."""
+    return "fp8" if context.plan.weight_gradient == "fp8" else "bf16"
 
 
 def prove_trained(context: Context, model: Any) -> str:

@@ -15,7 +15,7 @@ is judged (`eval`) the weight itself is multiplied: that is what its user will r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -31,7 +31,6 @@ from trainer.modeling.storage.fp8 import (
 from trainer.modeling.storage.fp8_gradient import quantize_gradient
 from trainer.modeling.storage.quantize import any_of
 from trainer.modeling.storage.row_quantized import takes_fp8
-from trainer.ways.storages import Way
 
 WeightGradient = Literal["fp8", "bf16"]
 """Type that the gradient of a weight is multiplied in."""
@@ -107,13 +106,16 @@ class Fp8TrainedLinear(torch.nn.Linear):
 
 
 def multiply_in_fp8(
-    model: torch.nn.Module, way: Way, high_precision: Sequence[str], weight_gradient: WeightGradient
+    model: torch.nn.Module,
+    high_precision: Sequence[str],
+    make: Callable[[torch.nn.Linear], Fp8TrainedLinear],
 ) -> tuple[int, int]:
     """Have the linears of a model that trains in bf16 multiply in FP8; gives the numbers of those and of
     linears that are kept as they are.
 
-    Kept are those whose whole names one of `high_precision` (regular expressions) matches, those in another
-    type and those whose sides the kernels do not take. Parameters stay the same objects under the same names.
+    `make` gives the layer in a linear's place, which has its parameters. Kept are those whose whole names one
+    of `high_precision` (regular expressions) matches, those in another type and those whose sides the kernels
+    do not take.
     """
     keep, found = any_of(high_precision), [0, 0]
     for name, module in list(model.named_modules()):
@@ -122,8 +124,7 @@ def multiply_in_fp8(
         kept = keep.fullmatch(name) or module.weight.dtype != torch.bfloat16 or not takes_fp8(module)
         found[bool(kept)] += 1
         if not kept:
-            layer = Fp8TrainedLinear(module, copies=way.copies, weight_gradient=weight_gradient)
-            model.set_submodule(name, layer.train(module.training))
+            model.set_submodule(name, make(module).train(module.training))
     return found[0], found[1]
 
 

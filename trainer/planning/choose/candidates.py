@@ -116,7 +116,10 @@ def storages(
         for place, kind in enumerate(optimizers.kinds(situation))
         for way in ways
     ]
+    parted = config.method == "full" and situation.ranks > 1
     for kind, way in kinds:
+        if parted and way.compute and way.copies == 2:
+            continue  # gathered bytes are transposed for each product
         compiles = compiled and not uncompiled(situation, way)
         for recomputed, budget in _recomputing(situation, compiled=compiles):
             yield Storage(

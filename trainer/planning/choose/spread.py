@@ -23,6 +23,10 @@ from trainer.words.sizes import GIB, gib
 KEY = "parallel.gpus"
 
 
+_FP8_ROWS = 16
+"""Rows of which every weight that FP8 products take has a multiple."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spread:
     """One way to spread a run over the machine."""
@@ -64,7 +68,7 @@ def spreads(machines: Sequence[tuple[Situation, Decision]]) -> list[Spread]:
     for kind, (situation, row) in enumerate(machines):
         alike = len(situation.facts.gpus) if situation.on_gpu else 1
         for count in range(alike, 0, -1) if asked == "auto" else (asked,):
-            if count > 1 and unshared_weights(situation):
+            if count > 1 and unshared_weights(situation, count):
                 continue
             chosen = _shared(parted, count)
             if chosen is not None and (not situation.on_gpu or count <= alike):
@@ -73,8 +77,8 @@ def spreads(machines: Sequence[tuple[Situation, Decision]]) -> list[Spread]:
     return sorted(found, key=lambda one: one.situation.ranks if fewest_first else -one.situation.ranks)
 
 
-def unshared_weights(situation: Situation) -> str:
-    """Why a full fine-tune is not spread over several processes; empty where it may be, and for a LoRA."""
+def unshared_weights(situation: Situation, count: int) -> str:
+    """Why a full fine-tune is not spread over so many processes; empty where it may be, and for a LoRA."""
     config = situation.config
     if config.method == "lora":
         return ""
@@ -82,8 +86,8 @@ def unshared_weights(situation: Situation) -> str:
         return "parallel.shard: none keeps trained weights whole, which one process alone does"
     if config.train.optimizer in optimizers.PACKAGES:
         return f"{config.train.optimizer} keeps its state for whole weights, not for rows of them"
-    if config.features.compute == "fp8":
-        return "features.compute: fp8 rounds whole weights, not rows of them, in this version"
+    if config.features.compute == "fp8" and _FP8_ROWS % count:
+        return f"features.compute: fp8 parts weights evenly, whose rows are multiples of {_FP8_ROWS}"
     return ""
 
 
@@ -124,7 +128,7 @@ def _require(situation: Situation, count: int, sizes: Sequence[int], parted: Seq
         kinds = " of one kind" if situation.others else ""
         remedy = f"write {max(sizes)} or less, or auto"
         raise situation.refuse(KEY, f"{count} GPUs{kinds} are asked for, visible are {have}", remedy)
-    if count > 1 and (why := unshared_weights(situation)):
+    if count > 1 and (why := unshared_weights(situation, count)):
         raise _refused(situation, why, f"leave it out, or write {KEY}: 1")
     if _shared(parted, count) is not None:
         return
@@ -187,7 +191,7 @@ def _use(spread: Spread, *, short: bool) -> str:
     situation, count, train = spread.situation, spread.situation.ranks, spread.situation.config.train
     is_lora = situation.config.method == "lora"
     if count == 1 and spread.automatic and situation.config.method == "full":
-        why = unshared_weights(situation) or f"with {KEY}: N as many share a step's micro-batches"
+        why = unshared_weights(situation, 2) or f"with {KEY}: N as many share a step's micro-batches"
         return f"the fewest on which a full fine-tune fits: {why}"
     if not spread.automatic and count == 1:
         return "as written"

@@ -8,7 +8,7 @@ from trainer.planning.cost import states
 from trainer.planning.cost.storage import Storage, counted, linear_bytes, parameters
 from trainer.planning.plan import MemoryRow
 from trainer.planning.shapes.activations import Activations, full_way
-from trainer.planning.shapes.geometry import Geometry
+from trainer.planning.shapes.geometry import Geometry, Stack
 from trainer.ways.storages import VALUE_BYTES
 from trainer.words.sizes import gib
 
@@ -108,18 +108,32 @@ def fp8_rows(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
         return []
     linears, twice = geometry.quantized, " twice" if way.copies == 2 else ""
     name, detail = f"{way.compute} weights", f"{counted(linears.parameters)}{twice}, made once a step"
-    rows = [MemoryRow(name, linear_bytes(way, linears), detail)]
+    size = linear_bytes(way, linears)
+    if storage.in_rows:
+        size, detail = -(-size // storage.ranks), f"{detail}, the rows of one of {storage.ranks} GPUs"
+    rows = [MemoryRow(name, size, detail)]
     if way.copies == 1:
         size = _largest(storage, geometry)
         rows.append(
             MemoryRow(f"{way.compute} transposed", size, "one product's weights at a time, transient")
         )
+    if storage.in_rows:
+        rows.append(_inputs_row(storage, geometry))
     if _lacks_fp8(storage, geometry) and geometry.widest_output:
         layouts = 1 if storage.weight_gradient == "bf16" else _LAYOUTS
         by = "by rows" if layouts == 1 else "by rows and by columns"
         size = layouts * geometry.widest_output
         rows.append(MemoryRow(f"{way.compute} gradients", size, f"of the widest product, {by}, transient"))
     return rows
+
+
+def _inputs_row(storage: Storage, geometry: Geometry) -> MemoryRow:
+    """Row of inputs' bytes that linears of one input keep each for itself: counted were joined ones."""
+    read, _, alone = geometry.linear_values
+    blocks = max(1, geometry.blocks)
+    again = storage.recomputed or blocks if storage.checkpointing else 0
+    size = (alone - read) * max(1, blocks - again) // blocks
+    return MemoryRow(f"{storage.way.compute} inputs", size, "kept by each linear that reads them")
 
 
 def _largest(storage: Storage, geometry: Geometry) -> int:
@@ -137,7 +151,8 @@ def gathered(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
     """Whole weights and gradients of the blocks that compute, and of what lies outside of the blocks."""
     weights, gradients, *_ = states.of(storage.method, storage.dtype, storage.optimizer)
     largest, outside = rows_together(geometry)
-    whole = (_PAGES * largest + outside) * weights
+    each = [_gathered_bytes(storage, stack, weights) for stack in geometry.stacks]
+    whole = _PAGES * max(each, default=0) + outside * weights
     # a block's gradients, and their sum on its way: what is sent in fp32, and this rank's part of it
     sums = max(largest, outside) * VALUE_BYTES["fp32"]
     sent = sums + sums // storage.ranks
@@ -145,6 +160,14 @@ def gathered(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
         MemoryRow("gathered blocks", whole, "two blocks whole, in turn, and what lies outside of blocks"),
         MemoryRow("gradients on their way", (largest + outside) * gradients + sent, "summed in fp32"),
     ]
+
+
+def _gathered_bytes(storage: Storage, stack: Stack, weights: int) -> int:
+    """Bytes of a block that is whole: of weights in FP8 their bytes, and one weight's room for a gradient."""
+    own = stack.quantized.parameters
+    if not storage.way.compute:
+        return (own + stack.others) * weights
+    return own + stack.others * weights + stack.quantized.largest * weights
 
 
 def rows_together(geometry: Geometry) -> tuple[int, int]:

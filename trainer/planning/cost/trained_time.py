@@ -34,7 +34,8 @@ def optimizer_ms(storage: Storage, geometry: Geometry, terabytes: float) -> floa
     step = parameters(geometry, "trained") / storage.ranks * size / share
     way = storage.way
     # the weight is read and each copy written; the transposed one is made of bytes that a cache still holds
-    follows = geometry.quantized.parameters * (storage.value_bytes + way.copies) if way.compute else 0
+    own = geometry.quantized.parameters / (storage.ranks if storage.in_rows else 1)
+    follows = own * (storage.value_bytes + way.copies) if way.compute else 0
     return (step + follows / _SHARE) * 1e-9 / terabytes
 
 
@@ -55,7 +56,9 @@ def quantising_ms(
 
     Where a probe's time of products counts (`probed`), it has what a frozen layer needs in it.
     """
-    read, given = geometry.linear_values
+    read, given, alone = geometry.linear_values
+    if storage.in_rows:  # no linears are joined there
+        read = alone
     by_rows = 0.0 if probed else (read * forwards + given) * _BY_ROWS
     by_columns = read * _BYTES_TRANSPOSED + given * _BY_COLUMNS
     if storage.weight_gradient == "bf16":
@@ -78,5 +81,7 @@ def travelling_bytes(storage: Storage, geometry: Geometry) -> float:
     """Bytes that a rank receives in a micro-batch of weights in rows: weights for both passes, and sums of
     gradients in fp32.
     """
-    others = (storage.ranks - 1) / storage.ranks
-    return others * parameters(geometry, "trained") * (2 * storage.value_bytes + VALUE_BYTES["fp32"])
+    others, count = (storage.ranks - 1) / storage.ranks, parameters(geometry, "trained")
+    # in FP8 bytes come in place of values
+    less = geometry.quantized.parameters * (storage.value_bytes - 1) if storage.way.compute else 0
+    return others * (2 * (count * storage.value_bytes - less) + count * VALUE_BYTES["fp32"])

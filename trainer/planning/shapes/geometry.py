@@ -223,11 +223,12 @@ def linear_values(
     *,
     every: int,
     text: int,
-) -> tuple[int, int]:
-    """(values that the blocks' linears read, values that they give) in a pass over so many tokens, of which
-    so many are text; linears whose names hold `aside` see these alone. Those of one input read it once.
+) -> tuple[int, int, int]:
+    """(values that the blocks' linears read, values that they give, values that they read each for itself) in
+    a pass over so many tokens, of which so many are text; linears whose names hold `aside` see these alone.
+    Of those read, linears of one input read it once.
     """
-    read = given = 0
+    read = given = alone = 0
     for linears in by_block(parted(part, high_precision)[1], least=_LEAST_LINEARS).values():
         textual = {name for name in linears if aside.search(name)}
         others = every - text if textual else every
@@ -235,9 +236,9 @@ def linear_values(
         for name, (outs, ins) in linears.items():
             tokens = text if name in textual else others
             inputs[input_of(name)] = tokens * ins
-            given += tokens * outs
+            given, alone = given + tokens * outs, alone + tokens * ins
         read += sum(inputs.values())
-    return read, given
+    return read, given, alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +269,7 @@ class Geometry:
     """Calls of the kernel that `attention_shape_class` names, in that pass."""
     products: int = 0
     """Linear layers of the blocks."""
-    linear_values: tuple[int, int] = (0, 0)
+    linear_values: tuple[int, int, int] = (0, 0, 0)
     """Values that these read, and values that they give, in that pass."""
     widest_output: int = 0
     """Values of the largest output of those of one input, with the longest captions."""
