@@ -47,6 +47,11 @@ def redacted(text: str, environ: Mapping[str, str] | None = None) -> str:
     return _KNOWN.sub(HIDDEN, _IN_ADDRESS.sub(rf"\1{HIDDEN}", text))
 
 
+def names_secret(name: str) -> bool:
+    """True for the name of a key or variable whose value is never shown."""
+    return _NAMES.fullmatch(name.replace("-", "_")) is not None
+
+
 def shown(text: str) -> str:
     """`text` for a terminal or a log: without secrets, and with control characters spelled out."""
     return printable(redacted(text))

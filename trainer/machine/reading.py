@@ -32,11 +32,13 @@ def read_facts(
     named_by: str = "",
     torch_facts: Path | None = None,
     environ: Mapping[str, str] | None = None,
+    starts: bool = True,
 ) -> Facts:
     """Facts of this machine, or those of `facts_file` (`--facts`, TRAINER_FACTS), verdicts included.
 
     `named_by` is the option or variable that named it. `torch_facts` is TRAINER_TORCH_FACTS, `environ` the
-    process's environment, whose CUDA_VISIBLE_DEVICES is told with problems. Raises ConfigError for a
+    process's environment, whose CUDA_VISIBLE_DEVICES is told with problems. Without `starts` no process is
+    started to ask torch for its architectures. Raises ConfigError for a
     `facts_file` that cannot be read or parsed, HardwareError for the others.
     """
     if facts_file is not None:
@@ -60,7 +62,7 @@ def read_facts(
         driver_cuda=report.cuda,
         gpus=with_host_memory(report.gpus, memory),
         gpu_problem=problem,
-        torch=torch_build.read_torch_build(recorded=torch_facts, cache_dir=cache_dir),
+        torch=torch_build.read_torch_build(recorded=torch_facts, cache_dir=cache_dir, starts=starts),
         packages=installed(PACKAGES),
         c_compiler=any(shutil.which(name) for name in C_COMPILERS),
     )

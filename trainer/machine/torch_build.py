@@ -25,13 +25,13 @@ print(json.dumps((flags or "").split()))
 """
 
 
-def read_torch_build(*, recorded: Path | None, cache_dir: Path) -> TorchBuild | None:
+def read_torch_build(*, recorded: Path | None, cache_dir: Path, starts: bool = True) -> TorchBuild | None:
     """The installed torch; None without one.
 
     `recorded` is a JSON file written at image build (see `write_recorded`). Otherwise version and CUDA come
     from torch's own version file, and a CUDA build's architectures, which are compiled in, from one child
-    process whose answer stays in `cache_dir` until torch is installed anew. Raises HardwareError where
-    torch does not import.
+    process whose answer stays in `cache_dir` until torch is installed anew; they are unknown, and empty,
+    where nobody asked yet and `starts` is False. Raises HardwareError where torch does not import.
     """
     if recorded is not None:
         return read_recorded(recorded)
@@ -44,7 +44,7 @@ def read_torch_build(*, recorded: Path | None, cache_dir: Path) -> TorchBuild | 
     cache, key = cache_dir / FILE_NAME, f"{folder} {(folder / 'version.py').stat().st_mtime_ns}"
     known = read_entries(cache).get(key)
     if not isinstance(known, list) or not known:
-        known = _ask_child(_CHILD)
+        known = _ask_child(_CHILD) if starts else []
         if known:  # a CUDA build has some: an empty answer is none
             update_entries(cache, lambda entries: entries.update({key: known}))
     return TorchBuild(version=version, cuda=cuda, arch_list=tuple(map(str, known)))

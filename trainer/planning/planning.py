@@ -264,8 +264,11 @@ def may_be_planned(config: RunConfig, values: Mapping[str, Any], facts: Facts | 
     return True
 
 
-def machine_facts(facts_file: Path | None = None) -> Facts:
-    """Facts of this machine, or of `facts_file`, or of the file that TRAINER_FACTS names."""
+def machine_facts(facts_file: Path | None = None, *, starts: bool = True) -> Facts:
+    """Facts of this machine, or of `facts_file`, or of the file that TRAINER_FACTS names.
+
+    Without `starts` no process is started to ask torch for its architectures.
+    """
     recorded = environment.read("TRAINER_FACTS")
     torch_facts = environment.read("TRAINER_TORCH_FACTS")
     return read_facts(
@@ -274,6 +277,7 @@ def machine_facts(facts_file: Path | None = None) -> Facts:
         named_by="--facts" if facts_file else "TRAINER_FACTS",
         torch_facts=Path(torch_facts) if torch_facts else None,
         environ=environment.snapshot(),
+        starts=starts,
     )
 
 

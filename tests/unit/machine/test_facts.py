@@ -295,6 +295,11 @@ def test_architectures_are_asked_once_and_again_after_an_update(
     (folder / "version.py").write_text(VERSION_PY + "\n")
     torch_build.read_torch_build(recorded=None, cache_dir=tmp_path / "cache")
     assert len(asked) == 2
+    (folder / "version.py").write_text(VERSION_PY + "\n\n")
+    cache = tmp_path / "other"
+    build = torch_build.read_torch_build(recorded=None, cache_dir=cache, starts=False)
+    assert build is not None and build.arch_list == () and not cache.exists(), "nobody asked, nothing is kept"
+    assert len(asked) == 2
 
 
 def test_the_child_imports_the_real_torch() -> None:

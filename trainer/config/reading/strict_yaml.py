@@ -42,10 +42,11 @@ class _Composer(yaml.composer.Composer, yaml.resolver.BaseResolver):
     """PyYAML's composer that resolves nothing but null, and refuses anchors, aliases and deep nesting."""
 
     depth = 0
+    takes_anchors = False
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[attr-defined]
-        if event.anchor is not None:
+        if event.anchor is not None and not self.takes_anchors:
             remedy = (
                 "quote a text that starts with & or *; put settings that are shared in a file of their own"
             )
@@ -73,6 +74,16 @@ if yaml.__with_libyaml__:
         """libyaml's parser: ten times as fast."""
 
         __init__ = yaml.CSafeLoader.__init__
+
+
+class _ForeignLoader(_LibyamlLoader if yaml.__with_libyaml__ else _PythonLoader):  # type: ignore[misc]
+    """The same for files of others, who may use anchors."""
+
+    takes_anchors = True
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.anchors: dict[str, yaml.Node] = {}
 
 
 _UNUSUAL = re.compile(r"[\t\r\x85\u2028\u2029\ufeff]|---|(?<!\w)!|[|>][-+\d]*#")
@@ -147,6 +158,27 @@ def parse(text: str, place: Place) -> tuple[Node | None, list[Problem]]:
     except yaml.MarkedYAMLError as error:
         return None, [*problems, _explain(error, text, place)]
     return tree, problems
+
+
+def documents(text: str, place: Place) -> tuple[list[yaml.Node], list[Problem]]:
+    """Roots of the documents of another program's YAML, and what is wrong with it; never raises.
+
+    Anchors, tags and several documents are theirs to use. An alias is the node that it names, also in itself.
+    """
+    control = yaml.reader.Reader.NON_PRINTABLE.search(text)
+    if control is not None:
+        line = text.count("\n", 0, control.start()) + 1
+        what = f"control character U+{ord(control.group()):04X}"
+        return [], [Problem(what=what, where=place(line), remedy="remove it; the file may be damaged")]
+    loader, roots = _ForeignLoader(text), list[yaml.Node]()
+    try:
+        while loader.check_node():
+            roots.append(loader.get_node())
+    except yaml.MarkedYAMLError as error:
+        return roots, [_explain(error, text, place)]
+    except yaml.YAMLError as error:
+        return roots, [Problem(what=f"not valid YAML: {error}", where=place(1), remedy="save it as UTF-8")]
+    return roots, []
 
 
 def _convert(node: yaml.Node, line: int, place: Place, problems: list[Problem]) -> Node:
