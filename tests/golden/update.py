@@ -7,13 +7,14 @@ import os
 import tempfile
 from pathlib import Path
 
+from tests import doctor_cases
 from tests.golden import losses, plans, presets
 from tests.tiny import build_tiny
 from trainer.planning.render import plan_text
 
 
 def main() -> None:
-    """Rewrite every golden plan, what presets resolve to, and the golden losses."""
+    """Rewrite every golden plan, what presets resolve to, what the doctor says, and the golden losses."""
     os.chdir(plans.ROOT)
     with tempfile.TemporaryDirectory() as folder:
         for machine in plans.machines():
@@ -25,6 +26,8 @@ def main() -> None:
             path.write_text(f"{plan_text(plans.shared_plan(machine))}\n")
             print(path.relative_to(plans.ROOT))
         work = Path(folder)
+        doctor_cases.write_golden(work / "doctor")
+        print(doctor_cases.GOLDEN.relative_to(plans.ROOT))
         presets.write_golden(work / "presets")
         print(presets.GOLDEN.relative_to(plans.ROOT))
         base = functools.cache(lambda family: build_tiny(family, work / "tiny" / family))

@@ -34,6 +34,9 @@ COMMANDS: dict[str, Row] = {
     "runs": Row(target="trainer.cli.runs:runs", summary="List and compare finished and running runs."),
     "config": Row(target="trainer.cli.config:config", summary="Show, check or document configurations."),
     "families": Row(target="trainer.cli.families:families", summary="List the model families."),
+    "doctor": Row(
+        target="trainer.cli.doctor:doctor", summary="Judge files of other trainers, and this place."
+    ),
     "health": Row(target="trainer.cli.health:health", summary="Say whether the run is alive."),
     "preflight": Row(target="trainer.cli.preflight:preflight", summary="Check a container before a command."),
 }

@@ -17,9 +17,22 @@ MAX_FILE_LINES = 400
 MAX_FAMILY_LINES = 210
 MAX_FUNCTION_LINES = 50
 TORCH_FREE = (
-    *("errors", "files", "words", "ways", "config", "machine", "telemetry", "planning", "container"),
+    *(
+        "errors",
+        "files",
+        "words",
+        "ways",
+        "config",
+        "machine",
+        "telemetry",
+        "planning",
+        "container",
+        "doctor",
+    ),
 )
 MOST_MODULES = 14
+NO_FAMILY = r"train_configs/\S+\.yaml|LLaMA-Factory|\bllamafactory\b"
+"""Words that hold a family's name and name none: shipped configurations, and another trainer."""
 MODEL_LIBRARIES = {"torch", "diffusers", "transformers", "peft", "accelerate", "optimum", "safetensors"}
 
 
@@ -75,7 +88,7 @@ def _names(node: ast.AST | None) -> set[str]:
 
 
 def test_no_other_module_names_a_family() -> None:
-    """Only the families' own folder does; examples in help may name a shipped configuration."""
+    """Only the families' own folder does; help names shipped configurations, the doctor other trainers."""
     # flux1_dev -> flux: classes and titles of the family begin with it too
     stems = "|".join(match[0] for family in _families() if (match := re.match(r"[a-z]+", family.name)))
     found = [
@@ -83,7 +96,7 @@ def test_no_other_module_names_a_family() -> None:
         for path in modules()
         if not path.is_relative_to(ROOT / "trainer" / "families")
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if re.search(stems, re.sub(r"train_configs/\S+\.yaml", "", line), re.IGNORECASE)
+        if re.search(stems, re.sub(NO_FAMILY, "", line), re.IGNORECASE)
     ]
     assert not found, "ask the `Family` value instead"
 

@@ -1,0 +1,177 @@
+"""Files and folders as documents. A file that cannot be read is a problem, and no other file suffers."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainer.doctor import json_text, manifests, recognise, scripts, yaml_text
+from trainer.doctor.entries import MOST_BYTES, Document, Entry, with_repeats
+from trainer.doctor.json_text import JsonError
+from trainer.doctor.surroundings import machine_document, plain_name
+from trainer.errors import ConfigError, Problem
+from trainer.machine.facts import Facts
+from trainer.machine.reading import read_recorded
+
+MOST_FILES = 500
+"""Most files of a folder."""
+_IN_FOLDERS = re.compile(
+    r".*\.(?:ya?ml|json|sh|bash|slurm|sbatch|env|dockerfile)|\.env.*|(?:docker|container)file.*"
+    r"|requirements.*\.txt|.*freeze.*\.txt|constraints.*\.txt",
+    re.IGNORECASE,
+)
+"""Names of files that are looked at in a folder."""
+_NO_FOLDERS = frozenset(("node_modules", "site-packages", "__pycache__"))
+_PACKAGE = re.compile(r"\s*([A-Za-z0-9][\w.-]*)(?:\[[\w,. -]*\])?\s*(?:==\s*([^\s;#]+)|@\s*([^\s;#]+))")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """Everything that was found in some files."""
+
+    documents: tuple[Document, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    facts: Facts | None = None
+    """The machine, where one of the files is a recorded one."""
+
+
+def read(paths: Iterable[Path], environment: Path | None = None) -> Read:
+    """Documents of files, and of the files in folders; never raises for anything that a file can be.
+
+    `environment` is a file of the variables that the trainer itself would have.
+    """
+    documents: list[Document] = []
+    problems: list[Problem] = []
+    facts: Facts | None = None
+    asked = [(path, is_named, False) for path, is_named in _files(paths, problems)]
+    for path, is_named, is_ours in [*asked, *([(environment, True, True)] if environment else [])]:
+        one = _file(path, is_ours=is_ours)
+        # in a folder nobody named this file: one that is not known is none of the doctor's
+        documents += [part for part in one.documents if is_named or part.kind != "unknown"]
+        problems += one.problems
+        facts = one.facts or facts
+    return Read(documents=tuple(documents), problems=tuple(problems), facts=facts)
+
+
+def _files(paths: Iterable[Path], problems: list[Problem]) -> Iterator[tuple[Path, bool]]:
+    """Each file once, and whether it was named itself."""
+    for path in paths:
+        if not path.is_dir():
+            yield path, True
+            continue
+        found = sorted(_in_folder(path))
+        for one in found[:MOST_FILES]:
+            yield one, False
+        if len(found) > MOST_FILES:
+            what = f"the folder has {len(found)} files to look at, the first {MOST_FILES} were read"
+            problems.append(Problem(what=what, where=str(path), remedy="name a smaller folder, or files"))
+
+
+def _in_folder(folder: Path) -> Iterator[Path]:
+    """Files below a folder whose names promise a kind that is known; hidden folders and virtual environments
+    are passed over.
+    """
+    for root, folders, names in os.walk(folder):
+        if "pyvenv.cfg" in names:
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in _NO_FOLDERS]
+        found = (Path(root, name) for name in names if _IN_FOLDERS.fullmatch(name))
+        yield from (path for path in found if path.is_file() and not path.is_symlink())
+
+
+def _file(path: Path, *, is_ours: bool) -> Read:
+    """One file's documents."""
+
+    def refused(what: str, remedy: str, where: str = str(path)) -> Read:
+        return Read(problems=(Problem(what=what, where=where, remedy=remedy),))
+
+    try:
+        if path.exists() and not path.is_file():
+            return refused("neither a file nor a folder", "name a file; save what a pipe gives first")
+        with path.open("rb") as file:
+            raw = file.read(MOST_BYTES + 1)
+    except FileNotFoundError:
+        return refused("no such file", "check the path (in a container: is the folder mounted?)")
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        return refused(f"cannot be read: {reason}", "check the path, its owner and permissions")
+    if len(raw) > MOST_BYTES:
+        return refused("too large for a configuration (over 1 MiB)", "give the configuration itself")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        what = f"byte 0x{raw[error.start]:02x} is not UTF-8"
+        return refused(what, "save the file as UTF-8", f"{path}:{line}")
+    if is_ours:
+        return Read(documents=(replace(scripts.variables(text, str(path)), is_ours=True),))
+    return _text(path, text)
+
+
+def _text(path: Path, text: str) -> Read:
+    """Documents of a text, by its kind."""
+    place, kind = str(path), recognise.of_text(path, text)
+    if kind == "script":
+        return Read(documents=tuple(scripts.script(text, place)))
+    if kind == "dockerfile":
+        return Read(documents=(scripts.dockerfile(text, place),))
+    if kind == "environment":
+        return Read(documents=(scripts.variables(text, place),))
+    if kind == "packages":
+        return Read(documents=(packages(text, place),))
+    if path.suffix == ".json" or text.lstrip()[:1] in ("{", "["):
+        return _json(path, text)
+    if path.suffix not in (".yaml", ".yml") and not re.search(r"^[\w\"'.-]+:(?:\s|$)", text, re.MULTILINE):
+        return Read(documents=(Document(kind="unknown", place=place, entries=()),))
+    return _yaml(place, text)
+
+
+def _json(path: Path, text: str) -> Read:
+    place = str(path)
+    try:
+        found = json_text.entries(text)
+    except JsonError as error:
+        if path.suffix != ".json":
+            return _yaml(place, text)
+        remedy = "correct it: no program reads the file as it is"
+        problem = Problem(what=f"not valid JSON: {error}", where=f"{place}:{error.line}", remedy=remedy)
+        return Read(problems=(problem,))
+    if recognise.is_facts(found):
+        try:
+            facts = read_recorded(path)
+        except ConfigError as error:
+            return Read(problems=error.problems)
+        return Read(documents=(machine_document(facts, place),), facts=facts)
+    return Read(documents=(_tree(place, found),))
+
+
+def _yaml(place: str, text: str) -> Read:
+    parts, problems = yaml_text.entries(text, place)
+    documents = tuple(_tree(place, part) for part in parts if part)
+    if not documents and not problems:
+        documents = (Document(kind="unknown", place=place, entries=()),)
+    return Read(documents=documents, problems=tuple(problems))
+
+
+def _tree(place: str, entries: Sequence[Entry]) -> Document:
+    kind = recognise.of_tree(entries)
+    found = with_repeats(entry for entry in entries if entry.path)
+    if kind == "compose":
+        return Document(kind=kind, place=place, entries=tuple(manifests.compose(found)))
+    if kind == "kubernetes":
+        return Document(kind=kind, place=place, entries=tuple(manifests.kubernetes(found)))
+    return Document(kind=kind, place=place, entries=found)
+
+
+def packages(text: str, place: str) -> Document:
+    """Packages of a `pip freeze`: versions, or addresses of wheels, by their plain names."""
+    found = (
+        Entry(path=(plain_name(match[1]),), value=match[2] or match[3], line=number)
+        for number, line in enumerate(text.splitlines(), 1)
+        if (match := _PACKAGE.match(line))
+    )
+    return Document(kind="packages", place=place, entries=tuple(found))

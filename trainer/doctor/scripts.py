@@ -1,0 +1,218 @@
+"""Shell scripts and Dockerfiles as entries: variables, launchers with their options, instructions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from trainer.doctor import shell_words
+from trainer.doctor.entries import Document, Entry
+from trainer.doctor.shell_words import Word
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_BEFORE = _words("then do else elif if while until ! time exec nohup sudo env command stdbuf nice numactl")
+"""Words before a command that do not change which it is."""
+_LAUNCHERS = _words("accelerate torchrun deepspeed llamafactory-cli axolotl trainer")
+_PYTHON = re.compile(r"python(?:3(?:\.\d+)?)?")
+_SWITCHES = _words(
+    "module m no_python multi_gpu cpu use_deepspeed use_fsdp use_megatron_lm debug quiet standalone tpu"
+    " same_network no_local_rank save_pid enable_each_rank_log"
+)
+"""Options of launchers that take no value."""
+_PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
+_INSTRUCTION = re.compile(r"\s*([A-Za-z]+)\s+(.*)", re.DOTALL)
+_DOCKER_HEREDOC = re.compile(r"<<-?[\"']?(\w+)[\"']?")
+
+
+def script(text: str, place: str) -> Iterator[Document]:
+    """The script, and the training arguments of each launcher in it."""
+    shell = shell_words.read(text)
+    found = [Entry(path=("continuation", str(line)), value="broken", line=line) for line in shell.broken]
+    training: list[Document] = []
+    for command in shell.commands:
+        found += _variables(command)
+        words = _plain(command)
+        if words and words[0].text.rpartition("/")[2] == "docker":
+            found += _docker_run(words)
+        launched, options = _launched(words)
+        found += launched
+        if options:
+            training.append(Document(kind="arguments", place=place, entries=tuple(options)))
+    yield Document(kind="script", place=place, entries=tuple(found))
+    yield from training
+
+
+def dockerfile(text: str, place: str) -> Document:
+    """The instructions of a Dockerfile; `last.USER` is the user that its containers have."""
+    found: list[Entry] = []
+    user: Entry | None = None
+    for line, instruction, rest in _instructions(text):
+        if instruction in ("ENV", "ARG"):
+            found += _named(instruction, rest, line)
+        else:
+            found.append(Entry(path=(instruction,), value=rest, line=line))
+        if instruction == "USER":
+            user = Entry(path=("last", "USER"), value=rest.strip(), line=line)
+        elif instruction == "FROM":
+            user = None
+    return Document(kind="dockerfile", place=place, entries=tuple(found + ([user] if user else [])))
+
+
+def variables(text: str, place: str) -> Document:
+    """Lines NAME=VALUE, as `env` prints them and .env files hold them."""
+    found: list[Entry] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        match = _ASSIGNMENT.fullmatch(line.strip().removeprefix("export "))
+        if match:
+            found.append(Entry(path=("env", match[1]), value=match[2].strip("\"'"), line=number))
+    return Document(kind="environment", place=place, entries=tuple(found))
+
+
+def _variables(command: Sequence[Word]) -> Iterator[Entry]:
+    """Variables that a command sets: before itself, or by `export`."""
+    words = list(command)
+    while words and words[0].text in _BEFORE:
+        words.pop(0)
+    exports = bool(words) and words[0].text in ("export", "declare", "typeset", "readonly")
+    for word in words[exports:]:
+        match = _ASSIGNMENT.fullmatch(word.text)
+        if match:
+            yield Entry(path=("env", match[1]), value=match[2], line=word.line)
+        elif not (exports and word.text.startswith("-")):
+            return
+
+
+def _plain(command: Sequence[Word]) -> list[Word]:
+    """A command from its program on."""
+    words = list(command)
+    while words and (words[0].text in _BEFORE or _ASSIGNMENT.fullmatch(words[0].text)):
+        words.pop(0)
+    return words
+
+
+def _docker_run(words: Sequence[Word]) -> Iterator[Entry]:
+    """Options of `docker run`, of those that concern shared memory and GPUs."""
+    if not any(word.text in ("run", "create") for word in words[1:4]):
+        return
+    yield Entry(path=("docker", "run"), value=" ".join(word.text for word in words), line=words[0].line)
+    for position, word in enumerate(words):
+        name, _, value = word.text.partition("=")
+        if name in ("--ipc", "--shm-size", "--gpus", "-e", "--env"):
+            at = position + 1
+            value = value or (words[at].text if at < len(words) else "")
+            if name in ("-e", "--env"):
+                variable, is_set, text = value.partition("=")
+                if is_set:
+                    yield Entry(path=("env", variable), value=text, line=word.line)
+            else:
+                yield Entry(path=("docker", name.lstrip("-")), value=value, line=word.line)
+
+
+def _launched(words: Sequence[Word]) -> tuple[list[Entry], list[Entry]]:
+    """Entries of a launcher with its options, and the options of the program that it starts."""
+    name = words[0].text.rpartition("/")[2] if words else ""
+    if _PYTHON.fullmatch(name):
+        name = "python"
+    elif name not in _LAUNCHERS:
+        return [], []
+    line, rest = words[0].line, list(words[1:])
+    if name in ("accelerate", "llamafactory-cli", "axolotl", "trainer"):
+        if not rest or (name == "accelerate" and rest[0].text != "launch"):
+            return [], []
+        rest = rest[1:]
+    if name == "python" and len(rest) > 1 and rest[0].text == "-m":
+        started = rest[1].text
+        if started in ("torch.distributed.run", "torch.distributed.launch"):
+            name, rest = "torchrun", rest[2:]
+        elif started == "accelerate.commands.launch":
+            name, rest = "accelerate", rest[2:]
+    if name in ("llamafactory-cli", "axolotl", "trainer"):
+        own, options = list[Entry](), _options(rest)
+    else:
+        own, options = _split(rest)
+    if name == "python" and not any(word.text.endswith(".py") or word.text == "-m" for word in rest):
+        return [], []
+    found = [Entry(path=("launcher", "name"), value=name, line=line)]
+    found += [Entry(path=("launcher", *one.path), value=one.value, line=one.line) for one in own]
+    processes = [one for one in own if one.name in _PROCESSES]
+    found += [Entry(path=("launcher", "processes"), value=one.value, line=one.line) for one in processes]
+    return found, options
+
+
+def _split(words: Sequence[Word]) -> tuple[list[Entry], list[Entry]]:
+    """A launcher's own options, and those of the program behind it."""
+    position = 0
+    while position < len(words):
+        text = words[position].text
+        if not text.startswith("-"):
+            return _options(words[:position]), _options(words[position + 1 :])
+        name = text.lstrip("-").replace("-", "_")
+        if name in ("m", "module"):
+            return _options(words[:position]), _options(words[position + 2 :])
+        position += 1 if "=" in text or name in _SWITCHES else 2
+    return _options(words), []
+
+
+def _options(words: Sequence[Word]) -> list[Entry]:
+    """Options as keys; one without a value is true."""
+    found: list[Entry] = []
+    for position, word in enumerate(words):
+        if not re.match(r"--?[A-Za-z]", word.text):
+            continue
+        name, is_set, value = word.text.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        if not is_set:
+            after = words[position + 1].text if position + 1 < len(words) else ""
+            takes = after and not re.match(r"--?[A-Za-z]", after) and name not in _SWITCHES
+            value = after if takes else "true"
+        found.append(Entry(path=(name,), value=value, line=word.line))
+    return found
+
+
+def _named(instruction: str, rest: str, line: int) -> Iterator[Entry]:
+    """Variables of ENV and ARG, also in the old form `ENV NAME value`."""
+    kind = "env" if instruction == "ENV" else "arg"
+    words = [word for command in shell_words.read(rest).commands for word in command]
+    if words and "=" not in words[0].text:
+        value = rest.strip()[len(words[0].text) :].strip()
+        yield Entry(path=(kind, words[0].text), value=value, line=line)
+        return
+    for word in words:
+        name, _, value = word.text.partition("=")
+        yield Entry(path=(kind, name), value=value, line=line + word.line - 1)
+
+
+def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
+    """Line, name and rest of each instruction; lines that go on keep their breaks, comments are left out."""
+    lines = text.splitlines()
+    position = 0
+    while position < len(lines):
+        first, parts = position, list[str]()
+        while position < len(lines):
+            line = lines[position]
+            position += 1
+            if line.lstrip().startswith("#") or (parts and not line.strip()):
+                parts += [""] if parts else []
+                if not parts:
+                    first = position
+                continue
+            goes_on = line.rstrip().endswith("\\")
+            parts.append(line.rstrip()[:-1] if goes_on else line)
+            if not goes_on:
+                break
+        found = _INSTRUCTION.fullmatch("\n".join(parts))
+        if found is None:
+            continue
+        rest = found[2]
+        for end in _DOCKER_HEREDOC.findall(rest) if found[1].upper() in ("RUN", "COPY", "ADD") else ():
+            body = lines[position:]
+            count = next((at for at, one in enumerate(body) if one.strip() == end), len(body))
+            rest += "\n" + "\n".join(body[:count])
+            position += count + 1
+        yield first + 1, found[1].upper(), rest
