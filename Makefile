@@ -83,7 +83,7 @@ type: $(STAMP) ## mypy, strict below the data floor
 pins: $(STAMP) ## every pin has a wheel for each platform, none is missing or not needed (asks the package index)
 	@$(BIN)/python -m scripts.check_pins
 
-docs: $(STAMP) ## write the generated files: schema.json, families.md, benchmarks.md, coming-from.md, tables of DOCKER.md, compose/variables.env, k8s' copies
+docs: $(STAMP) ## write the generated files: schema.json, families.md, benchmarks.md, coming-from.md, doctor.md, tables of DOCKER.md, compose/variables.env, k8s' copies
 	@mkdir -p build
 	$(BIN)/trainer config schema > build/schema.json
 	$(BIN)/trainer families --markdown > build/families.md
@@ -93,6 +93,7 @@ docs: $(STAMP) ## write the generated files: schema.json, families.md, benchmark
 	$(BIN)/python -m scripts.render_docker_md
 	$(BIN)/python -m scripts.render_compose
 	$(BIN)/python -m scripts.render_coming_from
+	$(BIN)/python -m scripts.render_doctor
 	$(BIN)/python -m scripts.render_k8s
 
 golden: $(STAMP) ## write the golden files anew; read the diff before you commit it
