@@ -104,7 +104,7 @@ def _foreign(document: Document, told: set[tuple[str, ...]]) -> Iterator[Finding
 def _finding(rule: Rule, document: Document, entry: Entry) -> Finding:
     words = {
         "value": shown_value(entry),
-        "key": one_line(".".join(entry.path[-2:]) if entry.path[0] != "env" else entry.name),
+        "key": one_line(entry.name if "env" in entry.path[-2:] else ".".join(entry.path[-2:])),
         "first_line": str(entry.first_line),
         "near": "",
     }
