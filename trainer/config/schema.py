@@ -114,7 +114,8 @@ class DataSet(Section):
     mask_dir: UserPath | None = None
     """Folder of loss masks with the stems of the images: white counts, black does not, grey in part."""
     chat_file: UserPath | None = None
-    """For language models: a .jsonl or .parquet file whose rows hold conversations as `messages`."""
+    """For language models: a file of conversations (.jsonl, .json or .parquet) as `messages`, ShareGPT or
+    alpaca, which is found by its content."""
     repeats: Positive = 1
     """How often every image counts in one epoch: the weight of a set among several."""
     loss_weight: Annotated[float, Field(gt=0, le=100)] = 1.0
