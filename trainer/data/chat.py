@@ -1,6 +1,7 @@
 """Files of conversations as records, every problem of every file found before anything is loaded.
 
-A file's format is found by its content (`conversations.formats`) and told in the log.
+A file's format is found by its content (`conversations.formats`), or said by `columns` or `dataset_info`, and
+told in the log.
 """
 
 from __future__ import annotations
@@ -8,14 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.data.captions import TextError, encodable
+from trainer.data.conversations.dataset_info import read_entry
 from trainer.data.conversations.files import Row, parse, read_rows
-from trainer.data.conversations.formats import Layout, Messages, find_layout, messages_of
+from trainer.data.conversations.formats import (
+    Layout,
+    Messages,
+    find_layout,
+    layout_of_columns,
+    messages_of,
+)
 from trainer.data.leftout import capped, list_left_out, nothing_left
 from trainer.data.records import ChatRecord, Scan
 from trainer.errors import DataError, Problem
@@ -31,12 +40,17 @@ class _File:
     """One set's file: its rows, and what was found in those that were read."""
 
     index: int
-    data_set: DataSet
+    repeats: int
+    path: Path
+    given: bool
+    """Whether the configuration says the layout; else it is found by content."""
     rows: Sequence[Row]
     layout: Layout | None = None
-    """The format of the file, once a record was found to have one."""
+    """The format of the file, once a record was found to have one, or where it is given."""
     since: str = ""
-    """Place of that record."""
+    """Place of the record that has settled it."""
+    seen: set[str] = field(default_factory=set)
+    """Keys that any record has."""
     records: list[ChatRecord] = field(default_factory=list)
 
 
@@ -55,9 +69,8 @@ def scan(config: RunConfig, progress: Callable[[int, int], None] | None) -> Scan
     fatal = False
     files: list[_File] = []
     for index, one in enumerate(config.data.sets):
-        assert one.chat_file is not None, "the configuration was checked"
         try:
-            files.append(_File(index=index, data_set=one, rows=read_rows(one.chat_file)))
+            files.append(_open(index, one, [file.path for file in files]))
         except DataError as error:
             fatal = True
             problems += error.problems
@@ -72,6 +85,8 @@ def scan(config: RunConfig, progress: Callable[[int, int], None] | None) -> Scan
             done += 1
             if progress is not None:
                 progress(done, total)
+    missing = [problem for file in files for problem in _never_there(file)]
+    fatal, problems = fatal or bool(missing), [*missing, *problems]
     if problems and (fatal or config.data.on_bad_file == "error"):
         raise DataError(capped(problems))
     records = [record for file in files for record in file.records]
@@ -82,18 +97,46 @@ def scan(config: RunConfig, progress: Callable[[int, int], None] | None) -> Scan
     return Scan(records=tuple(records), left_out=list_left_out(problems, {}))
 
 
+def _open(index: int, one: DataSet, others: Sequence[Path]) -> _File:
+    """A set's file with its rows. Raises DataError; also for a file that is one of the `others`."""
+    layout = layout_of_columns(one.columns.named) if one.columns is not None else None
+    if one.dataset_info is not None:
+        assert one.name is not None, "the configuration was checked"
+        path, layout = read_entry(one.dataset_info, one.name)
+    else:
+        assert one.chat_file is not None, "the configuration was checked"
+        path = one.chat_file
+    if os.path.realpath(path) in {os.path.realpath(other) for other in others}:
+        remedy = "remove one of the two, and write `repeats: 2` in the other"
+        raise DataError("the file is a set already", where=str(path), remedy=remedy)
+    rows = read_rows(path, layout)
+    given = layout is not None
+    return _File(index=index, repeats=one.repeats, path=path, given=given, rows=rows, layout=layout)
+
+
+def _never_there(file: _File) -> list[Problem]:
+    """One problem for each key that the configuration names and no record of the file has."""
+    if file.layout is None or not file.given:
+        return []
+    remedy = f"correct the name; records have {', '.join(sorted(file.seen)) or 'no keys'}"
+    names = [key for key in file.layout.keys if key not in file.seen]
+    return [Problem(what=f"no record has `{key}`", where=str(file.path), remedy=remedy) for key in names]
+
+
 def _tell(file: _File) -> None:
     """Tell a file's format and how many conversations were taken from it."""
     if file.layout is not None:
         count, name = len(file.records), file.layout.name
-        _log.info("%s: %d conversation%s (%s)", file.data_set.chat_file, count, "s" * (count != 1), name)
+        _log.info("%s: %d conversation%s (%s)", file.path, count, "s" * (count != 1), name)
 
 
 def _record(file: _File, row: Row) -> ChatRecord:
     """The record of a row; the first one whose format is known settles the file's."""
     place, number, content = row
     value = parse(content)
-    layout = find_layout(value)
+    if file.given:
+        file.seen.update(value)
+    layout = file.layout if file.given and file.layout is not None else find_layout(value)
     if file.layout is None:
         file.layout, file.since = layout, place
     if layout is not file.layout:
@@ -106,7 +149,7 @@ def _record(file: _File, row: Row) -> ChatRecord:
         path=Path(place),
         identifier=f"{file.index}/{number}",
         caption=caption,
-        repeats=file.data_set.repeats,
+        repeats=file.repeats,
         content_sha256=hashlib.sha256(caption.encode()).hexdigest(),
     )
 

@@ -42,6 +42,13 @@ IMAGES, CHATS = {"sets": [{"img_dir": "images"}]}, {"sets": [{"chat_file": "chat
     ("family", "data", "validation", "key", "words"),
     [
         (DRAWS, CHATS, {}, "data.sets.0.chat_file", "trains on images"),
+        (
+            DRAWS,
+            {"sets": [{"dataset_info": "d.json", "name": "x"}]},
+            {},
+            "data.sets.0.dataset_info",
+            "trains on images",
+        ),
         (WRITES, IMAGES, {}, "data.sets.0.img_dir", "trains on conversations"),
         (DRAWS, IMAGES, {"chat_file": "x.jsonl"}, "validation.chat_file", "trains on images"),
         (

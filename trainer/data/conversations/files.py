@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data.captions import TextError, decode_text, parse_json
-from trainer.data.conversations.formats import LAYOUTS, OPENAI
+from trainer.data.conversations.formats import LAYOUTS, OPENAI, Layout
 from trainer.errors import ConfigError, DataError
 from trainer.words import extras
 
@@ -19,16 +19,23 @@ Row = tuple[str, int, object]
 _ARRAY = f"[{OPENAI.shape}, ...]"
 
 
-def read_rows(file: Path) -> list[Row]:
-    """All records of a file but empty lines, which are counted.
+def read_rows(file: Path, layout: Layout | None = None) -> list[Row]:
+    """All records of a file but empty lines, which are counted; of a table the columns of `layout`, or of all
+    formats.
 
     Lines and rows of tables count from 1 (`a.jsonl:3`), items of an array from 0 (`a.json[2]`). Raises
     DataError for a file that is not read as a whole, and ConfigError for a .parquet file without pyarrow.
     """
-    if file.suffix not in _READERS:
+    if file.suffix not in (".parquet", *_READERS):
         what = f"{file.name} is neither .jsonl, .json nor .parquet"
         raise DataError(what, where=str(file), remedy="convert it to .jsonl")
-    rows = [row for row in _READERS[file.suffix](file) if row[2] is not None]
+    if file.suffix == ".parquet":
+        return _nonempty(file, _read_parquet(file, LAYOUTS if layout is None else (layout,)))
+    return _nonempty(file, _READERS[file.suffix](file))
+
+
+def _nonempty(file: Path, rows: Sequence[Row]) -> list[Row]:
+    rows = [row for row in rows if row[2] is not None]
     if not rows:
         remedy = f"write lines like {OPENAI.shape}"
         raise DataError("the file holds no conversation", where=str(file), remedy=remedy)
@@ -89,8 +96,8 @@ def _read_json(file: Path) -> list[Row]:
     return [(f"{file}[{index}]", index, [] if item is None else item) for index, item in enumerate(items)]
 
 
-def _read_parquet(file: Path) -> list[Row]:
-    """The rows as objects. Raises ConfigError where pyarrow is not installed."""
+def _read_parquet(file: Path, layouts: Sequence[Layout]) -> list[Row]:
+    """The rows as objects of what these layouts read. Raises ConfigError where pyarrow is not installed."""
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
@@ -104,8 +111,12 @@ def _read_parquet(file: Path) -> list[Row]:
     except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these two
         what, remedy = f"cannot be read as parquet ({error})", "copy it again, or convert it to .jsonl"
         raise DataError(what, where=str(file), remedy=remedy) from error
-    read = dict.fromkeys(key for layout in LAYOUTS for key in layout.keys)
+    read = dict.fromkeys(key for layout in layouts for key in layout.keys)
     columns = [name for name in read if name in table.column_names]
+    if not columns:
+        what = f"the table has no column {' or '.join(f'`{name}`' for name in read)}"
+        remedy = f"it has {', '.join(table.column_names)}: name those that are meant in `columns`"
+        raise DataError(what, where=str(file), remedy=remedy)
     listed: Sequence[object] = table.select(columns).to_pylist()
     return [(f"{file}:{number}", number, row) for number, row in enumerate(listed, start=1)]
 
@@ -131,5 +142,4 @@ def _unreadable(file: Path, error: OSError) -> DataError:
 _READERS: Mapping[str, Callable[[Path], list[Row]]] = {
     ".jsonl": _read_lines,
     ".json": _read_json,
-    ".parquet": _read_parquet,
 }

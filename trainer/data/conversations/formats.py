@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,31 @@ ALPACA = Layout(
 )
 LAYOUTS = (OPENAI, SHAREGPT, ALPACA)
 """Formats that are found by content: a record that has the marks of several is of the first of them."""
+
+
+def layout_of_columns(columns: Mapping[str, str], tags: tuple[Tags, ...] = SHAREGPT_TAGS) -> Layout:
+    """The layout of records whose keys bear other names: only what `columns` names is read.
+
+    Messages are written in one of `tags`.
+    """
+    name = ", ".join(f"{ours}: {theirs}" for ours, theirs in columns.items())
+    if "messages" in columns:
+        first, roles = tags[0], list(tags[0].roles.items())
+        turns = (("user", "Hi"), ("assistant", "Hello!"))
+        words = {role: next(word for word, ours in roles if ours == role) for role, _ in turns}
+        texts = [{first.role: words[role], first.content: text} for role, text in turns]
+        shape = json.dumps({columns["messages"]: texts})
+        system = columns.get("system", "")
+        return Layout(name=name, shape=shape, messages=columns["messages"], system=system, tags=tags)
+    return Layout(
+        name=name,
+        shape=json.dumps({columns["prompt"]: "Hi", columns["response"]: "Hello!"}),
+        prompt=columns["prompt"],
+        query=columns.get("query", ""),
+        response=columns["response"],
+        history=columns.get("history", ""),
+        system=columns.get("system", ""),
+    )
 
 
 def find_layout(record: Mapping[str, Any]) -> Layout:
