@@ -108,7 +108,7 @@ def _read_parquet(file: Path, layouts: Sequence[Layout]) -> list[Row]:
         table = parquet.read_table(file)
     except FileNotFoundError as error:
         raise _unreadable(file, error) from error
-    except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these two
+    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's own errors are kinds of these
         what, remedy = f"cannot be read as parquet ({error})", "copy it again, or convert it to .jsonl"
         raise DataError(what, where=str(file), remedy=remedy) from error
     read = dict.fromkeys(key for layout in layouts for key in layout.keys)
