@@ -124,6 +124,9 @@ class DataSection(Section):
     """Put before every caption that does not contain it already."""
     max_sequence_length: Annotated[int, Field(ge=8, le=1_048_576)] = 512
     """Tokens that captions are padded or cut to; for conversations the length of a packed row."""
+    on_long: Literal["error", "skip", "cut"] = "error"
+    """Conversations of more tokens than `max_sequence_length`: `skip` leaves them out, `cut` removes whole
+    turns from their ends; both are told."""
     cache_dir: UserPath | None = None
     """Where encoded samples are kept; TRAINER_CACHE_DIR, else the user's cache folder, when not given."""
     cache_in_memory: Toggle = "auto"

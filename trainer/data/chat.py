@@ -7,7 +7,6 @@ told in the log.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from trainer.data.conversations.files import Row, parse, read_rows
 from trainer.data.conversations.formats import (
     Layout,
     Messages,
+    as_text,
     find_layout,
     layout_of_columns,
     messages_of,
@@ -156,7 +156,7 @@ def _record(file: _File, row: Row) -> ChatRecord:
 
 def _caption(messages: Messages) -> str:
     """A conversation as JSON text."""
-    caption = json.dumps(messages, ensure_ascii=False, separators=(",", ":"))
+    caption = as_text(messages)
     if not encodable(caption):
         what, remedy = "a content holds half of a surrogate pair", "write the character itself, or remove it"
         raise TextError(what, remedy)

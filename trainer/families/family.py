@@ -122,6 +122,8 @@ class Family:
     caption_tokens: Callable[[ModelSource], Callable[[str], int] | None]
     """Make a counter of a caption's tokens as they count against `data.max_sequence_length`, by the tokenizer
     alone; None where nothing is cut."""
+    conversation_tokens: Callable[[ModelSource], Callable[[str], int]] | None = None
+    """The same for conversations, which `encode_text` never cuts: they are shortened before, or refused."""
     encode_pixels: Callable[[Any, torch.Tensor, Sequence[torch.Tensor]], dict[str, torch.Tensor]] = no_pixels
     """Write one latents entry on the CPU, without a batch axis, by encoders, pixels (3, H, W) fp32 in [-1, 1]
     and controls, the same but each of its own size."""

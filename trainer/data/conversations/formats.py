@@ -148,6 +148,11 @@ def messages_of(record: Mapping[str, Any], layout: Layout) -> Messages:
     return found
 
 
+def as_text(messages: Messages) -> str:
+    """A conversation as a record's caption: JSON, the same text for the same messages."""
+    return json.dumps(messages, ensure_ascii=False, separators=(",", ":"))
+
+
 def _listed(record: Mapping[str, Any], layout: Layout) -> Messages:
     """Messages that a record holds as a list."""
     listed = record.get(layout.messages)

@@ -26,7 +26,11 @@ REFUSED: Mapping[str, Sequence[str]] = {
     "dtype": ("model.dtype",),
     "compute": ("features.compute",),
     "text_encoders": (),
-    "data": ("data.sets", "data.resolution", "data.trigger_word", "data.on_bad_file", "validation.held_out"),
+    # samples that are left out or cut are what these keys decide, and part of the samples' fingerprint
+    "data": (
+        "data.sets", "data.resolution", "data.trigger_word", "data.on_bad_file", "data.on_long",
+        "validation.held_out",
+    ),
     "sample_order": (),
     "caption_dropout_rate": ("data.caption_dropout_rate",),
     "max_sequence_length": ("data.max_sequence_length",),

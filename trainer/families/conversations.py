@@ -1,0 +1,154 @@
+"""Conversations as tokens, by the chat template of a causal language model's tokenizer, and which of them are
+learned. torch and transformers are imported inside the functions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import DataError
+from trainer.families.values import EntryKind
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+    from trainer.modeling.base.source import ModelSource
+
+# templates that write today's date would make every day's tokens others; this is the date that Llama 3.1's
+# template writes where it is told none
+_DATE = "26 Jul 2024"
+
+
+def load_tokenizer(
+    kind: EntryKind, source: ModelSource, *, device: str, dtype: torch.dtype, vae_tiling: bool
+) -> Any:
+    """`Family.load_encoders`: the tokenizer, which lies beside the model."""
+    from transformers import AutoTokenizer
+
+    assert kind == "text", "a language model has no pixels"
+    return AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+
+
+def encode_text(
+    tokenizer: Any, text: str, controls: Sequence[Image], *, prompt: bool, max_sequence_length: int
+) -> dict[str, torch.Tensor]:
+    """`input_ids` (L,) int64 of a conversation (JSON) and `loss_weight` (L,) fp32: 1 for every token of the
+    assistant's messages and of what ends each of them, else 0. Of a prompt, a user's message, the ids alone.
+
+    Nothing is cut: raises DataError for more than `max_sequence_length` tokens, and for a template that does
+    not render a conversation's beginning as the beginning of the whole.
+    """
+    import torch
+
+    messages = [{"role": "user", "content": text}] if prompt else json.loads(text)
+    whole = _render(tokenizer, messages, opened=prompt)
+    ids, offsets = _tokens(tokenizer, whole)
+    entry = {}
+    if not prompt:
+        weights, end = (
+            _weights(tokenizer, messages, whole, offsets),
+            _missing_end(tokenizer, whole, ids, offsets),
+        )
+        ids, weights = [*ids, *end], [*weights, *[1.0] * len(end)]
+        entry["loss_weight"] = torch.tensor(weights)
+    if len(ids) > max_sequence_length:
+        raise DataError(
+            f"{_named(messages)} has {len(ids)} tokens, more than data.max_sequence_length "
+            f"({max_sequence_length})",
+            remedy="raise data.max_sequence_length, or write data.on_long: skip, or cut",
+        )
+    return {"input_ids": torch.tensor(ids), **entry}
+
+
+def token_counter(source: ModelSource) -> Callable[[str], int]:
+    """`Family.conversation_tokens`: the tokens that `encode_text` makes of a conversation (JSON), counted."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+
+    def count(text: str) -> int:
+        whole = _render(tokenizer, json.loads(text), opened=False)
+        ids, offsets = _tokens(tokenizer, whole)
+        return len(ids) + len(_missing_end(tokenizer, whole, ids, offsets))
+
+    return count
+
+
+def _tokens(tokenizer: Any, whole: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Tokens of a rendered text, and the characters of each: first one and end."""
+    # verbose would warn of lengths that are checked here
+    options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+    encoding = tokenizer(whole, **options)
+    return list(encoding["input_ids"]), encoding["offset_mapping"]
+
+
+def _missing_end(
+    tokenizer: Any, whole: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
+) -> list[int]:
+    """The end token, where the template does not end the last answer by a special token; else nothing."""
+    written = len(whole.rstrip())
+    last = max(number for number, (start, _) in enumerate(offsets) if start < written)
+    token = tokenizer.added_tokens_decoder.get(ids[last])
+    if token is not None and token.special:
+        return []
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            "the chat template does not end answers, and the tokenizer has no end token",
+            where=tokenizer.name_or_path,
+            remedy="give it an `eos_token`",
+        )
+    return [tokenizer.eos_token_id]
+
+
+def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opened: bool) -> str:
+    """The template's text; `opened` up to where the assistant begins to write."""
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        raise DataError(
+            "the base model's tokenizer has no chat template",
+            where=tokenizer.name_or_path,
+            remedy="use a model that was made for chats, or put its chat_template.jinja into the folder",
+        )
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=opened, date_string=_DATE
+        )
+    except TemplateError as error:
+        raise DataError(
+            f"the chat template refuses {_named(messages)}: {error}",
+            where=tokenizer.name_or_path,
+            remedy="correct or remove the conversation",
+        ) from error
+
+
+def _named(messages: Sequence[Mapping[str, str]]) -> str:
+    """A conversation for people: many begin with the same system message."""
+    asked = next((message["content"] for message in messages if message["role"] == "user"), "")
+    return f"the conversation with {asked[:60]!r}"
+
+
+def _weights(tokenizer: Any, messages: Sequence[Mapping[str, str]], whole: str, offsets: Any) -> list[float]:
+    """1 for every token of the assistant's messages and of what ends each of them, without blanks, else 0."""
+    learned = bytearray(len(whole) + 1)
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = _render(tokenizer, messages[:index], opened=True)
+        after = _render(tokenizer, messages[: index + 1], opened=False)
+        if not (after.startswith(before) and whole.startswith(after)):
+            raise DataError(
+                f"the chat template writes {_named(messages)} otherwise once it goes on, so that message "
+                f"{index + 1} cannot be found in it",
+                where=tokenizer.name_or_path,
+                remedy="use a template that only appends, as Llama 3's does",
+            )
+        start, end = len(before), len(after.rstrip())
+        learned[start:end] = b"\1" * (end - start)
+    # one character may be several tokens, and some tokens have no character
+    weights = [float(any(learned[start : max(end, start + 1)])) for start, end in offsets]
+    weights[0] = 0.0  # nothing predicts it
+    return weights
