@@ -127,6 +127,8 @@ class DataSection(Section):
     on_long: Literal["error", "skip", "cut"] = "error"
     """Conversations of more tokens than `max_sequence_length`: `skip` leaves them out, `cut` removes whole
     turns from their ends; both are told."""
+    learn: Literal["answers", "last_answer", "all"] = "answers"
+    """Tokens of a conversation that the loss is on: the assistant's messages, the last of them, or all."""
     cache_dir: UserPath | None = None
     """Where encoded samples are kept; TRAINER_CACHE_DIR, else the user's cache folder, when not given."""
     cache_in_memory: Toggle = "auto"

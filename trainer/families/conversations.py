@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import DataError
-from trainer.families.values import EntryKind
+from trainer.families.values import EntryKind, Learn
 
 if TYPE_CHECKING:
     import torch
@@ -35,32 +35,51 @@ def load_tokenizer(
 def encode_text(
     tokenizer: Any, text: str, controls: Sequence[Image], *, prompt: bool, max_sequence_length: int
 ) -> dict[str, torch.Tensor]:
-    """`input_ids` (L,) int64 of a conversation (JSON) and `loss_weight` (L,) fp32: 1 for every token of the
-    assistant's messages and of what ends each of them, else 0. Of a prompt, a user's message, the ids alone.
-
-    Nothing is cut: raises DataError for more than `max_sequence_length` tokens, and for a template that does
-    not render a conversation's beginning as the beginning of the whole.
+    """`input_ids` (L,) int64 of a prompt, a user's message, up to where the assistant begins to write; of a
+    conversation what `encode_conversation` gives where answers are learned. Raises DataError like it.
     """
     import torch
 
-    messages = [{"role": "user", "content": text}] if prompt else json.loads(text)
-    whole = _render(tokenizer, messages, opened=prompt)
-    ids, offsets = _tokens(tokenizer, whole)
-    entry = {}
     if not prompt:
-        weights, end = (
-            _weights(tokenizer, messages, whole, offsets),
-            _missing_end(tokenizer, whole, ids, offsets),
-        )
-        ids, weights = [*ids, *end], [*weights, *[1.0] * len(end)]
-        entry["loss_weight"] = torch.tensor(weights)
-    if len(ids) > max_sequence_length:
+        return encode_conversation(tokenizer, text, max_sequence_length=max_sequence_length, learn="answers")
+    messages = [{"role": "user", "content": text}]
+    ids, _ = _tokens(tokenizer, _render(tokenizer, messages, opened=True))
+    _require_fitting(messages, ids, max_sequence_length)
+    return {"input_ids": torch.tensor(ids)}
+
+
+def encode_conversation(
+    tokenizer: Any, text: str, *, max_sequence_length: int, learn: Learn
+) -> dict[str, torch.Tensor]:
+    """`input_ids` (L,) int64 of a conversation (JSON) and `loss_weight` (L,) fp32: 1 for every token that is
+    learned, else 0. These are the assistant's messages, or the last one, with what ends each of them, or all
+    tokens but the first, which nothing predicts.
+
+    Nothing is cut: raises DataError for more than `max_sequence_length` tokens, and for a template that does
+    not render a conversation up to an answer that is learned as the beginning of the whole.
+    """
+    import torch
+
+    messages = json.loads(text)
+    whole = _render(tokenizer, messages, opened=False)
+    ids, offsets = _tokens(tokenizer, whole)
+    end = _missing_end(tokenizer, whole, ids, offsets)
+    if learn == "all":
+        weights = [0.0, *[1.0] * (len(ids) - 1)]
+    else:
+        weights = _weights(tokenizer, messages, whole, offsets, last_alone=learn == "last_answer")
+    ids, weights = [*ids, *end], [*weights, *[1.0] * len(end)]
+    _require_fitting(messages, ids, max_sequence_length)
+    return {"input_ids": torch.tensor(ids), "loss_weight": torch.tensor(weights)}
+
+
+def _require_fitting(messages: Sequence[Mapping[str, str]], ids: Sequence[int], most: int) -> None:
+    """Raise DataError for more tokens than a row has."""
+    if len(ids) > most:
         raise DataError(
-            f"{_named(messages)} has {len(ids)} tokens, more than data.max_sequence_length "
-            f"({max_sequence_length})",
+            f"{_named(messages)} has {len(ids)} tokens, more than data.max_sequence_length ({most})",
             remedy="raise data.max_sequence_length, or write data.on_long: skip, or cut",
         )
-    return {"input_ids": torch.tensor(ids), **entry}
 
 
 def token_counter(source: ModelSource) -> Callable[[str], int]:
@@ -131,12 +150,15 @@ def _named(messages: Sequence[Mapping[str, str]]) -> str:
     return f"the conversation with {asked[:60]!r}"
 
 
-def _weights(tokenizer: Any, messages: Sequence[Mapping[str, str]], whole: str, offsets: Any) -> list[float]:
-    """1 for every token of the assistant's messages and of what ends each of them, without blanks, else 0."""
+def _weights(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], whole: str, offsets: Any, *, last_alone: bool
+) -> list[float]:
+    """1 for every token of the assistant's messages, or of the last one, and of what ends each of them,
+    without blanks, else 0.
+    """
     learned = bytearray(len(whole) + 1)
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    for index in answers[-1:] if last_alone else answers:
         before = _render(tokenizer, messages[:index], opened=True)
         after = _render(tokenizer, messages[: index + 1], opened=False)
         if not (after.startswith(before) and whole.startswith(after)):
@@ -144,7 +166,7 @@ def _weights(tokenizer: Any, messages: Sequence[Mapping[str, str]], whole: str, 
                 f"the chat template writes {_named(messages)} otherwise once it goes on, so that message "
                 f"{index + 1} cannot be found in it",
                 where=tokenizer.name_or_path,
-                remedy="use a template that only appends, as Llama 3's does",
+                remedy="write data.learn: last_answer, or use a template that only appends, as Llama 3's",
             )
         start, end = len(before), len(after.rstrip())
         learned[start:end] = b"\1" * (end - start)

@@ -59,6 +59,7 @@ LLAMA = Family(
     load_encoders=conversations.load_tokenizer,
     encode_text=conversations.encode_text,
     caption_tokens=lambda source: None,  # `encode_text` refuses what is too long
+    encode_conversation=conversations.encode_conversation,
     conversation_tokens=conversations.token_counter,
     batch_key=lambda latents, text: (),  # all conversations may share a row
     collate=language.pack,

@@ -85,6 +85,9 @@ FAMILY: tuple[Rule[OfFamily], ...] = (
     Rule(("data.on_long",),
          lambda at: _written(at, not _talks(at) and at.config.data.on_long != "error", {}, "data.on_long"),
          "`{key}`: {title} has captions, which its text encoder cuts", "leave it out"),
+    Rule(("data.learn",),
+         lambda at: _written(at, not _talks(at) and at.config.data.learn != "answers", {}, "data.learn"),
+         "`{key}`: {title} trains on images, and captions are not learned", "leave it out"),
     Rule(("data.sets",), lambda at: _written(at, _talks(at), _ABOUT_IMAGES),
          "`{key}`: {title} trains on conversations, and {why}", "leave it out"),
 )  # fmt: skip

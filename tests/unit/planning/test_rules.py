@@ -61,6 +61,7 @@ IMAGES, CHATS = {"sets": [{"img_dir": "images"}]}, {"sets": [{"chat_file": "chat
         (DRAWS, IMAGES, {"control_images": ["a.png"]}, "validation.control_images", "takes no control"),
         (DRAWS, {**IMAGES, "max_sequence_length": 4096}, {}, "data.max_sequence_length", "tokens at most"),
         (DRAWS, {**IMAGES, "on_long": "cut"}, {}, "data.on_long", "its text encoder cuts"),
+        (DRAWS, {**IMAGES, "learn": "all"}, {}, "data.learn", "captions are not learned"),
         (WRITES, {**CHATS, "caption_dropout_rate": 0.1}, {}, "data.caption_dropout_rate", "no caption"),
         (WRITES, {**CHATS, "trigger_word": "zwx"}, {}, "data.trigger_word", "no caption"),
         *(
