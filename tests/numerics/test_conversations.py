@@ -73,6 +73,15 @@ def test_a_tokenizer_without_an_end_is_told(tmp_path: Path) -> None:
     assert caught.value.problems[0].remedy == "give it an `eos_token`"
 
 
+def test_a_template_that_writes_nothing_is_told(tmp_path: Path) -> None:
+    empty = tokenizer_of("bare")
+    empty.chat_template = "{{ '\n' }}"
+    with pytest.raises(DataError, match="writes nothing of a conversation"):
+        counter(empty, tmp_path)(json.dumps(CHATS[2]))
+    with pytest.raises(DataError, match="writes nothing of a conversation"):
+        encode(empty, CHATS[2])
+
+
 def test_the_longest_beginning_that_fits_is_kept(tokenizer: Any, tmp_path: Path) -> None:
     """By every limit, compared with trying all beginnings that end with an answer."""
     count = counter(tokenizer, tmp_path)

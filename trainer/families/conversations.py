@@ -109,6 +109,12 @@ def _missing_end(
 ) -> list[int]:
     """The end token, where the template does not end the last answer by a special token; else nothing."""
     written = len(whole.rstrip())
+    if not written:
+        raise DataError(
+            "the chat template writes nothing of a conversation",
+            where=tokenizer.name_or_path,
+            remedy="use a model that was made for chats, or correct its chat_template.jinja",
+        )
     last = max(number for number, (start, _) in enumerate(offsets) if start < written)
     token = tokenizer.added_tokens_decoder.get(ids[last])
     if token is not None and token.special:
