@@ -99,7 +99,7 @@ def check(layers: Layers) -> None:
         count = sum(source.rpartition(":")[0] == str(path) for source in loaded.sources.values())
         say(f"ok: {one_line(path)}: {count} {'value' if count == 1 else 'values'} in effect")
     run = loaded.config
-    chats = any(one.chat_file is not None for one in run.data.sets)
+    chats = any(one.has_conversations for one in run.data.sets)
     size = f"rows of {run.data.max_sequence_length} tokens" if chats else f"{run.data.resolution} px"
     what = f"{run.family}, {run.method}, {run.train.max_train_steps} steps, {size}"
     say(f"ok: {what} -> {run.output_dir}")

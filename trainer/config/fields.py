@@ -19,7 +19,10 @@ from trainer.words.near import closest
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
-    """The section class that an annotation is, or None."""
+    """The section class that an annotation is, or is beside None; else None."""
+    if isinstance(annotation, types.UnionType):
+        options = [option for option in get_args(annotation) if option is not type(None)]
+        annotation = options[0] if len(options) == 1 else None
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
@@ -77,7 +80,8 @@ def suggest_key(path: KeyPath) -> str:
     key, field = path[-1].lower().replace("-", "_"), field_at(path[:-1])
     parent = RunConfig if field is None else section_of(field.annotation)
     siblings = () if parent is None else tuple(parent.model_fields)
-    misplaced = dict.fromkeys(DataSet.model_fields, "data.sets")  # `img_dir` of a set, for instance
+    # `img_dir` of a set, for instance; `name` is mostly another trainer's for the run's
+    misplaced = dict.fromkeys(DataSet.model_fields.keys() - {"name"}, "data.sets")
     everywhere = {name.rpartition(".")[2]: name for name in reversed(dotted_keys())} | misplaced
     if path[-1] in dotted_keys():
         section, _, leaf = path[-1].partition(".")

@@ -7,75 +7,24 @@ from the declared types, so a bound written here needs no second place.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from trainer.errors import one_line
-from trainer.ways.storages import WAYS
-from trainer.words.sizes import size_bytes
-
-
-def _expand_home(value: object) -> object:
-    """`~` and `~user` at the start of a text become the home folder."""
-    if not isinstance(value, str) or not value.startswith("~"):
-        return value
-    try:
-        return str(Path(value).expanduser())
-    except RuntimeError as error:  # no such user
-        raise ValueError(str(error)) from None
-
-
-def _reject_empty(value: object) -> object:
-    # pathlib reads an empty text as the current folder, which nobody means
-    if isinstance(value, str) and not value.strip():
-        raise ValueError("empty path")
-    # escape sequences and line breaks would go to terminals and logs with it, and no system takes NUL
-    if isinstance(value, str) and one_line(value) != value:
-        raise ValueError("a path with control characters")
-    return value
-
-
-def _require_size(value: object) -> object:
-    if isinstance(value, str):
-        size_bytes(value)
-    return value
-
-
-Positive = Annotated[int, Field(ge=1)]
-Toggle = Literal["auto"] | bool
-if TYPE_CHECKING:
-    Weights = str
-    Compute = str
-    Modulation = str
-else:
-    # the words of the table's rows; fp16 is for `model.dtype`
-    Weights = Literal["auto", *(way.weights for way in WAYS.values() if way.weights != "fp16")]
-    Compute = Literal["auto", "bf16", *filter(None, (way.compute for way in WAYS.values()))]
-    Modulation = Literal["auto", "kept", *filter(None, (way.modulation for way in WAYS.values()))]
-
-
-def _number_first(value: object) -> object:
-    """A number as text is a number: `1` would be taken for true."""
-    if isinstance(value, str) and value.strip().isdecimal():
-        value = int(value)
-    if not isinstance(value, bool) and value == 0:
-        raise ValueError("write false for none")
-    return value
-
-
-Text = Annotated[str, Field(pattern=r"\S")]
-"""Text with at least one character that is not white space."""
-# a text in `Annotated` is what messages say the key takes, where its type says too little
-Size = Annotated[Text, BeforeValidator(_require_size), "a size such as 24GiB or 24 GB"]
-ModelName = Annotated[Text, BeforeValidator(_expand_home)]
-UserPath = Annotated[Path, BeforeValidator(_expand_home), BeforeValidator(_reject_empty)]
-"""Relative paths start at the current directory, not at the file that names them."""
-
-
-RANKS = "a mapping of layers to whole numbers from 1 to 1024, such as {to_q: 8}"
-ALPHAS = "a mapping of layers to numbers above 0, such as {to_q: 8}"
+from trainer.config.value_types import (
+    ALPHAS,
+    RANKS,
+    Compute,
+    ModelName,
+    Modulation,
+    Positive,
+    Size,
+    Text,
+    Toggle,
+    UserPath,
+    Weights,
+    number_first,
+)
 
 
 class Section(BaseModel):
@@ -102,6 +51,28 @@ class ModelSection(Section):
     `method: lora`, scales the loss and skips steps that overflow."""
 
 
+class Columns(Section):
+    """Names that a record's parts have in a file of conversations."""
+
+    messages: Text | None = None
+    """The list of messages, each of role and content or of from and value."""
+    prompt: Text | None = None
+    """The question."""
+    query: Text | None = None
+    """The question's second part, put below `prompt`."""
+    response: Text | None = None
+    """The answer."""
+    history: Text | None = None
+    """Pairs of question and answer before `prompt`."""
+    system: Text | None = None
+    """The system prompt."""
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The parts that have a name."""
+        return {part: name for part, name in self if name is not None}
+
+
 class DataSet(Section):
     """One folder of images with captions, or of conversations."""
 
@@ -114,7 +85,15 @@ class DataSet(Section):
     mask_dir: UserPath | None = None
     """Folder of loss masks with the stems of the images: white counts, black does not, grey in part."""
     chat_file: UserPath | None = None
-    """For language models: a .jsonl or .parquet file whose rows hold conversations as `messages`."""
+    """For language models: a file of conversations (.jsonl, .json or .parquet) as `messages`, ShareGPT or
+    alpaca, which is found by its content."""
+    columns: Columns | None = None
+    """Names of keys in the records of `chat_file`, or of columns: `messages`, or `prompt` and `response`, are
+    needed. What is not named is not read."""
+    dataset_info: UserPath | None = None
+    """In place of `chat_file`: a dataset_info.json, as other trainers list files of its folder in."""
+    name: Text | None = None
+    """Entry of `dataset_info`."""
     repeats: Positive = 1
     """How often every image counts in one epoch: the weight of a set among several."""
     loss_weight: Annotated[float, Field(gt=0, le=100)] = 1.0
@@ -125,6 +104,11 @@ class DataSet(Section):
     """Train on every image mirrored too, cached as an image of its own."""
     random_crop: Annotated[int, Field(ge=0, le=16)] = 0
     """How many cuts of every image are cached, at random places, in place of the one in the middle."""
+
+    @property
+    def has_conversations(self) -> bool:
+        """True for a set of conversations, False for one of images."""
+        return self.chat_file is not None or self.dataset_info is not None
 
 
 class DataSection(Section):
@@ -140,6 +124,11 @@ class DataSection(Section):
     """Put before every caption that does not contain it already."""
     max_sequence_length: Annotated[int, Field(ge=8, le=1_048_576)] = 512
     """Tokens that captions are padded or cut to; for conversations the length of a packed row."""
+    on_long: Literal["error", "skip", "cut"] = "error"
+    """Conversations of more tokens than `max_sequence_length`: `skip` leaves them out, `cut` removes whole
+    turns from their ends; both are told."""
+    learn: Literal["answers", "last_answer", "all"] = "answers"
+    """Tokens of a conversation that the loss is on: the assistant's messages, the last of them, or all."""
     cache_dir: UserPath | None = None
     """Where encoded samples are kept; TRAINER_CACHE_DIR, else the user's cache folder, when not given."""
     cache_in_memory: Toggle = "auto"
@@ -263,7 +252,7 @@ class FeaturesSection(Section):
     text_padding: Toggle = "auto"
     """Pad captions to a few lengths, and a language model's rows to one, which attention leaves out exactly:
     compiled blocks and CUDA graphs are made for each length. `false` trains each at its own."""
-    activation_checkpointing: Annotated[Toggle | Positive, BeforeValidator(_number_first)] = "auto"
+    activation_checkpointing: Annotated[Toggle | Positive, BeforeValidator(number_first)] = "auto"
     """Recompute blocks in the backward pass: less memory, a slower step; a number: the first so many."""
     activation_budget: Literal["auto"] | Annotated[float, Field(gt=0, le=1)] = "auto"
     """Share of the activations that compiled blocks keep, the cheapest ones being recomputed; 1 keeps all."""

@@ -60,14 +60,19 @@ def report_left_out(left_out: Sequence[LeftOut], folder: Path | None) -> None:
             (folder / LEFT_OUT_NAME).unlink(missing_ok=True)
         return
     if folder is not None:
-        rows = [json.dumps({"file": file, "reason": why}, ensure_ascii=False) for file, why in left_out]
-        atomic.write_text(folder / LEFT_OUT_NAME, "\n".join(rows) + "\n")
+        write_left_out(left_out, folder)
     where = f", all listed in {folder / LEFT_OUT_NAME}" if folder is not None else ""
     _log.warning(
         "data.on_bad_file is skip: %d file%s left out%s\n%s",
         len(left_out), " is" if len(left_out) == 1 else "s are", where,
         first_lines([f"{file}: {why}" for file, why in left_out], MAX_PROBLEMS_SHOWN),
     )  # fmt: skip
+
+
+def write_left_out(left_out: Sequence[LeftOut], folder: Path) -> None:
+    """Write all that is left out into `left_out.jsonl` of a run folder."""
+    rows = [json.dumps({"file": file, "reason": why}, ensure_ascii=False) for file, why in left_out]
+    atomic.write_text(folder / LEFT_OUT_NAME, "\n".join(rows) + "\n")
 
 
 def first_lines(texts: Sequence[str], most: int) -> str:

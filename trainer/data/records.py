@@ -97,8 +97,8 @@ Record = ImageRecord | ChatRecord
 
 
 LeftOut = tuple[str, str]
-"""A file that is not trained on because of `data.on_bad_file: skip`, and why: a sample's or a stray one, a
-conversation's with its row.
+"""A file that is not trained on because of `data.on_bad_file` or `data.on_long`, and why: a sample's or a
+stray one, a conversation's with its row.
 """
 
 

@@ -16,11 +16,13 @@ import torch
 
 from trainer.config.secrets import redacted
 from trainer.config.writing.dump import dump
+from trainer.data.leftout import write_left_out
 from trainer.engine.building.build import Built, build, load_base
 from trainer.engine.building.fast import uncompiled
 from trainer.engine.caching.entries import Entries, data_fingerprint, list_entries
 from trainer.engine.caching.fill import fill_cache, tell_cut_captions
 from trainer.engine.caching.imported import import_entries
+from trainer.engine.caching.lengths import fit_lengths
 from trainer.engine.caching.samples import Samples, prompt_controls
 from trainer.engine.caching.store import DamagedEntryError, prune
 from trainer.engine.context import Context, apply_backend_settings
@@ -51,6 +53,7 @@ from trainer.words.sizes import GIB
 def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
     """Encode everything that `train` would; then, if asked to, remove entries that this run does not use."""
     apply_backend_settings(context)
+    samples = fit_lengths(context, samples)
     _require_one_set(context, samples)
     first = context.ranks.first
     if first:
@@ -94,12 +97,15 @@ def train(context: Context, samples: Samples, spec: Spec) -> None:
 
 
 def _train(context: Context, samples: Samples, spec: Spec) -> None:
+    samples = fit_lengths(context, samples)
     _require_one_set(context, samples)
     start = _start(context, samples)
     context = start.context
     if context.ranks.first:
         resume.require_space(context)
         _write_run_files(context, spec, start)
+        if samples.left_out:  # with the conversations that are too long
+            write_left_out(samples.left_out, context.run_dir)
         tell_cut_captions(context, samples.all)
     entries = list_entries(context, samples.training, samples.prompt_controls)
     held_out = held_out_entries(context, samples.held_out)

@@ -16,6 +16,7 @@ from trainer.families.values import (
     Draw,
     EntryKind,
     Header,
+    Learn,
     PreviewPrompt,
     Rows,
     Shape,
@@ -53,6 +54,14 @@ class EncodeText(Protocol):
         *,
         prompt: bool,
         max_sequence_length: int,
+    ) -> dict[str, torch.Tensor]: ...
+
+
+class EncodeConversation(Protocol):
+    """Write the text entry of a conversation (JSON) on the CPU, without a batch axis."""
+
+    def __call__(
+        self, encoders: Any, text: str, /, *, max_sequence_length: int, learn: Learn
     ) -> dict[str, torch.Tensor]: ...
 
 
@@ -122,6 +131,10 @@ class Family:
     caption_tokens: Callable[[ModelSource], Callable[[str], int] | None]
     """Make a counter of a caption's tokens as they count against `data.max_sequence_length`, by the tokenizer
     alone; None where nothing is cut."""
+    encode_conversation: EncodeConversation | None = None
+    """The same as `encode_text` for samples that are conversations, of which `learn` says what is learned."""
+    conversation_tokens: Callable[[ModelSource], Callable[[str], int]] | None = None
+    """Make a counter of a conversation's tokens: those that are too long are shortened before, or refused."""
     encode_pixels: Callable[[Any, torch.Tensor, Sequence[torch.Tensor]], dict[str, torch.Tensor]] = no_pixels
     """Write one latents entry on the CPU, without a batch axis, by encoders, pixels (3, H, W) fp32 in [-1, 1]
     and controls, the same but each of its own size."""

@@ -1,5 +1,5 @@
-"""Functions that families of causal language models have in common: conversations as tokens, packed rows,
-their loss, answers. torch, transformers and peft are imported inside the functions.
+"""Functions that families of causal language models have in common: packed rows, their loss, answers; those
+that make tokens of conversations are in `conversations`. torch, transformers and peft are imported inside.
 
 Numerics follow transformers' `ForCausalLMLoss` with `num_items_in_batch`; tests hold them together.
 """
@@ -17,7 +17,6 @@ from trainer.families.values import (
     ENDS,
     AttentionShape,
     Batch,
-    EntryKind,
     PreviewPrompt,
     Rows,
     Shape,
@@ -25,7 +24,6 @@ from trainer.families.values import (
 
 if TYPE_CHECKING:
     import torch
-    from PIL.Image import Image
 
     from trainer.config.schema import ValidationSection
     from trainer.modeling.base.source import ModelSource
@@ -39,9 +37,6 @@ LOGITS_TOKENS = 512
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """Names that PEFT prescribes."""
 _PEFT_PREFIX = "base_model.model."
-# templates that write today's date would make every day's tokens others; this is the date that Llama 3.1's
-# template writes where it is told none
-_DATE = "26 Jul 2024"
 
 
 def more_values(config: Mapping[str, Any], *, linear_inputs: bool) -> float:
@@ -73,105 +68,6 @@ def attention_shape(config: Mapping[str, Any], shape: Shape) -> AttentionShape:
 def _head_width(config: Mapping[str, Any]) -> int:
     """Width of one head; only newer configs say it."""
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-
-
-def load_tokenizer(
-    kind: EntryKind, source: ModelSource, *, device: str, dtype: torch.dtype, vae_tiling: bool
-) -> Any:
-    """`Family.load_encoders`: the tokenizer, which lies beside the model."""
-    from transformers import AutoTokenizer
-
-    assert kind == "text", "a language model has no pixels"
-    return AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
-
-
-def encode_text(
-    tokenizer: Any, text: str, controls: Sequence[Image], *, prompt: bool, max_sequence_length: int
-) -> dict[str, torch.Tensor]:
-    """`input_ids` (L,) int64 of a conversation (JSON) and `loss_weight` (L,) fp32: 1 for every token of the
-    assistant's messages and of what ends each of them, else 0. Of a prompt, a user's message, the ids alone.
-
-    Nothing is cut: raises DataError for more than `max_sequence_length` tokens, and for a template that does
-    not render a conversation's beginning as the beginning of the whole.
-    """
-    import torch
-
-    messages = [{"role": "user", "content": text}] if prompt else json.loads(text)
-    whole = _render(tokenizer, messages, opened=prompt)
-    # verbose would warn of lengths that are checked here
-    options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
-    encoding = tokenizer(whole, **options)
-    ids, entry = list(encoding["input_ids"]), {}
-    if not prompt:
-        weights = _weights(tokenizer, messages, whole, encoding["offset_mapping"])
-        token = tokenizer.added_tokens_decoder.get(ids[max(i for i, one in enumerate(weights) if one)])
-        if token is None or not token.special:
-            if tokenizer.eos_token_id is None:
-                raise DataError(
-                    "the chat template does not end answers, and the tokenizer has no end token",
-                    where=tokenizer.name_or_path,
-                    remedy="give it an `eos_token`",
-                )
-            ids, weights = [*ids, tokenizer.eos_token_id], [*weights, 1.0]
-        entry["loss_weight"] = torch.tensor(weights)
-    if len(ids) > max_sequence_length:
-        raise DataError(
-            f"{_named(messages)} has {len(ids)} tokens, more than data.max_sequence_length "
-            f"({max_sequence_length})",
-            remedy="raise data.max_sequence_length, or shorten or remove the conversation; nothing is cut",
-        )
-    return {"input_ids": torch.tensor(ids), **entry}
-
-
-def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opened: bool) -> str:
-    """The template's text; `opened` up to where the assistant begins to write."""
-    from jinja2 import TemplateError
-
-    if not tokenizer.chat_template:
-        raise DataError(
-            "the base model's tokenizer has no chat template",
-            where=tokenizer.name_or_path,
-            remedy="use a model that was made for chats, or put its chat_template.jinja into the folder",
-        )
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=opened, date_string=_DATE
-        )
-    except TemplateError as error:
-        raise DataError(
-            f"the chat template refuses {_named(messages)}: {error}",
-            where=tokenizer.name_or_path,
-            remedy="correct or remove the conversation",
-        ) from error
-
-
-def _named(messages: Sequence[Mapping[str, str]]) -> str:
-    """A conversation for people: many begin with the same system message."""
-    asked = next((message["content"] for message in messages if message["role"] == "user"), "")
-    return f"the conversation with {asked[:60]!r}"
-
-
-def _weights(tokenizer: Any, messages: Sequence[Mapping[str, str]], whole: str, offsets: Any) -> list[float]:
-    """1 for every token of the assistant's messages and of what ends each of them, without blanks, else 0."""
-    learned = bytearray(len(whole) + 1)
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = _render(tokenizer, messages[:index], opened=True)
-        after = _render(tokenizer, messages[: index + 1], opened=False)
-        if not (after.startswith(before) and whole.startswith(after)):
-            raise DataError(
-                f"the chat template writes {_named(messages)} otherwise once it goes on, so that message "
-                f"{index + 1} cannot be found in it",
-                where=tokenizer.name_or_path,
-                remedy="use a template that only appends, as Llama 3's does",
-            )
-        start, end = len(before), len(after.rstrip())
-        learned[start:end] = b"\1" * (end - start)
-    # one character may be several tokens, and some tokens have no character
-    weights = [float(any(learned[start : max(end, start + 1)])) for start, end in offsets]
-    weights[0] = 0.0  # nothing predicts it
-    return weights
 
 
 def pack(text: Rows, latents: Rows = ()) -> Batch:

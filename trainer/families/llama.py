@@ -1,13 +1,14 @@
 """Llama 3: chats with a causal language model (8 B; the class is that of all models of its architecture).
 
-Conversations are packed into rows and attend to themselves only; the numerics are in `language`.
+Conversations are packed into rows and attend to themselves only; the numerics are in `conversations` and in
+`language`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainer.families import language
+from trainer.families import conversations, language
 from trainer.families.family import Family, no_pixels
 from trainer.families.values import Batch, Draw
 
@@ -55,9 +56,11 @@ LLAMA = Family(
     trained_component="",
     encoder_components={"text": ()},
     vae_shape=no_pixels,
-    load_encoders=language.load_tokenizer,
-    encode_text=language.encode_text,
+    load_encoders=conversations.load_tokenizer,
+    encode_text=conversations.encode_text,
     caption_tokens=lambda source: None,  # `encode_text` refuses what is too long
+    encode_conversation=conversations.encode_conversation,
+    conversation_tokens=conversations.token_counter,
     batch_key=lambda latents, text: (),  # all conversations may share a row
     collate=language.pack,
     pad_row=language.pad_row,

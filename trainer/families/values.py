@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 EntryKind = Literal["text", "latents"]
+Learn = Literal["answers", "last_answer", "all"]
+"""`data.learn`: the tokens of a conversation that the loss is on."""
 """Kinds of cache entries."""
 Header = Mapping[str, tuple[int, ...]]
 """Shapes of one cache entry's tensors, by name."""

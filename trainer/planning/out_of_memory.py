@@ -43,7 +43,7 @@ def out_of_memory(
         predicted = f"; {needed:.1f} GiB were predicted, {plan.budget_bytes / GIB:.1f} are the budget"
     # advice to torch's own users follows in the next sentences
     said = str(error).split(" If reserved but unallocated")[0].strip() or type(error).__name__
-    talks = any(one.chat_file for one in config.data.sets)
+    talks = any(one.has_conversations for one in config.data.sets)
     remedies = list[str]()
     for key, values in _changes(phase, config, plan):
         fitting = (setting(key, value) for value in values if allowed({key: value}))

@@ -35,7 +35,7 @@ _ABOUT_IMAGES = {
     "loss_weight": "the loss is a mean over tokens: write `repeats` to weigh a set",
     "is_reg": "there is no trigger word to keep away",
     "flip": "a conversation cannot be mirrored",
-    "random_crop": "a conversation is never cut",
+    "random_crop": "a conversation has nothing to crop",
 }
 """Keys of a set that are about images -> why a conversation has none of it."""
 
@@ -64,7 +64,8 @@ def _talks(at: OfFamily) -> bool:
 
 FAMILY: tuple[Rule[OfFamily], ...] = (
     Rule(("data.sets", "validation.chat_file"),
-         lambda at: _written(at, not _talks(at), {"chat_file": ""}, "validation.chat_file"),
+         lambda at: _written(at, not _talks(at), {"chat_file": "", "dataset_info": ""},
+                             "validation.chat_file"),
          "`{key}`: {title} trains on images", "write `img_dir: DIR`, or use another family"),
     Rule(("data.sets", "validation.img_dir"),
          lambda at: _written(at, _talks(at), {"img_dir": ""}, "validation.img_dir"),
@@ -81,6 +82,12 @@ FAMILY: tuple[Rule[OfFamily], ...] = (
          "`{key}`: a conversation has no caption to leave out", "write 0"),
     Rule(("data.trigger_word",), lambda at: _written(at, _talks(at), {}, "data.trigger_word"),
          "`{key}`: a conversation has no caption to put a word before", "leave it out"),
+    Rule(("data.on_long",),
+         lambda at: _written(at, not _talks(at) and at.config.data.on_long != "error", {}, "data.on_long"),
+         "`{key}`: {title} has captions, which its text encoder cuts", "leave it out"),
+    Rule(("data.learn",),
+         lambda at: _written(at, not _talks(at) and at.config.data.learn != "answers", {}, "data.learn"),
+         "`{key}`: {title} trains on images, and captions are not learned", "leave it out"),
     Rule(("data.sets",), lambda at: _written(at, _talks(at), _ABOUT_IMAGES),
          "`{key}`: {title} trains on conversations, and {why}", "leave it out"),
 )  # fmt: skip

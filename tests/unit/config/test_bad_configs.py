@@ -168,6 +168,52 @@ KEYS: dict[str, Bad] = {
         "    - img_dir: images\n      chat_file: chats.jsonl",
         ("c.yaml:7", "`data.sets.0` has both `img_dir` and `chat_file`", "make it two sets"),
     ),
+    "set of a file and a list": changed(
+        "    - img_dir: images",
+        "    - chat_file: a.jsonl\n      dataset_info: dataset_info.json\n      name: x",
+        ("c.yaml:7", "`data.sets.0` has both `chat_file` and `dataset_info`", "make it two sets"),
+    ),
+    "list of sets without a name": changed(
+        "    - img_dir: images",
+        "    - dataset_info: dataset_info.json",
+        ("c.yaml:6", "`data.sets.0.dataset_info` has no effect without `name`", "add `name: NAME`"),
+    ),
+    "name without a list of sets": changed(
+        "    - img_dir: images",
+        "    - chat_file: a.jsonl\n      name: x",
+        ("c.yaml:7", "`data.sets.0.name` has no effect without `dataset_info`", "add `dataset_info: FILE`"),
+    ),
+    "the same name twice": changed(
+        "    - img_dir: images",
+        "    - {dataset_info: d.json, name: x}\n    - {dataset_info: d.json, name: y}\n"
+        "    - {dataset_info: d.json, name: x}",
+        ("c.yaml:8", "`data.sets.2.dataset_info`: d.json/x is a set already (c.yaml:6)", "repeats: 2"),
+    ),
+    "columns of images": changed(
+        "    - img_dir: images",
+        "    - img_dir: images\n      columns: {messages: chat}",
+        ("c.yaml:7", "`data.sets.0.columns` has no effect without `chat_file`", "remove it"),
+    ),
+    "columns of a list of sets": changed(
+        "    - img_dir: images",
+        "    - dataset_info: d.json\n      name: x\n      columns: {messages: chat}",
+        ("c.yaml:8", "`data.sets.0.columns` has no effect without `chat_file`", "columns of its own"),
+    ),
+    "columns of two formats": changed(
+        "    - img_dir: images",
+        "    - chat_file: a.jsonl\n      columns: {messages: chat, response: answer}",
+        ("c.yaml:7", "`data.sets.0.columns` names messages and response", "remove one of them"),
+    ),
+    "columns without an answer": changed(
+        "    - img_dir: images",
+        "    - chat_file: a.jsonl\n      columns: {prompt: question}",
+        ("c.yaml:7", "`data.sets.0.columns` does not say where", "name messages, or prompt and response"),
+    ),
+    "unknown column": changed(
+        "    - img_dir: images",
+        "    - chat_file: a.jsonl\n      columns: {mesages: chat}",
+        ("c.yaml:7", "unknown key `data.sets.0.columns.mesages`", "did you mean `messages`?"),
+    ),
     "no family": changed(
         "family: flux1_dev", "method: lora", ("c.yaml", "`family` is missing", "trainer families")
     ),

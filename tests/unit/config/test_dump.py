@@ -103,6 +103,8 @@ def test_round_trip(
         config(checkpoint={"resume_from_checkpoint": "a/b"}),
         config(data={"sets": [{"img_dir": "/a", "control_dir": ["/b, c", "/d]"]}]}),
         config(data={"sets": [{"chat_file": "/a.jsonl"}]}),
+        config(data={"sets": [{"chat_file": "/a.jsonl", "columns": {"prompt": "a, b", "response": "c: d"}}]}),
+        config(data={"sets": [{"dataset_info": "/a/dataset_info.json", "name": "x"}]}),
         config(
             validation={
                 "prompts": ["one", "two"],

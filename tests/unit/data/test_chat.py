@@ -114,11 +114,6 @@ BAD_ROWS: dict[str, tuple[object, str, str]] = {
         "user",
     ),
     "no role": (messages({"content": "x"}, ANSWERED), "unknown role: None", "`role` is one of system"),
-    "unknown sharegpt role": (
-        {"conversations": [{"from": "x", "value": "y"}]},
-        "'x'",
-        "`from` is one of human, gpt",
-    ),
     "empty content": (
         messages(ASKED, {"role": "assistant", "content": " \n"}),
         "message 2 is empty",
@@ -184,7 +179,7 @@ def test_many_problems_are_counted(tmp_path: Path) -> None:
     [
         ("a.jsonl", b"\n \n", "holds no conversation"),
         ("a.jsonl", '{"messages"'.encode("utf-16"), "UTF-16"),
-        ("a.json", b"{}", "neither .jsonl nor .parquet"),
+        ("a.txt", b"{}", "neither .jsonl, .json nor .parquet"),
     ],
 )
 def test_bad_files(tmp_path: Path, name: str, data: bytes, what: str) -> None:
@@ -246,7 +241,7 @@ def test_parquet_rows_are_read_as_lines_are(tmp_path: Path, monkeypatch: pytest.
     assert [(where, what.partition(":")[0].partition(" (")[0]) for where, what, _ in found] == [
         (str(tmp_path / "b.parquet"), "cannot be read as parquet"),
         (f"{tmp_path / 'a.parquet'}:2", "no message is the assistant's"),
-        (f"{tmp_path / 'a.parquet'}:3", "the row has no `messages`"),
+        (f"{tmp_path / 'a.parquet'}:3", "the row has no `messages`, `conversations` or `instruction`"),
     ]
 
 

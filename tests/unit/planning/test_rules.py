@@ -42,6 +42,13 @@ IMAGES, CHATS = {"sets": [{"img_dir": "images"}]}, {"sets": [{"chat_file": "chat
     ("family", "data", "validation", "key", "words"),
     [
         (DRAWS, CHATS, {}, "data.sets.0.chat_file", "trains on images"),
+        (
+            DRAWS,
+            {"sets": [{"dataset_info": "d.json", "name": "x"}]},
+            {},
+            "data.sets.0.dataset_info",
+            "trains on images",
+        ),
         (WRITES, IMAGES, {}, "data.sets.0.img_dir", "trains on conversations"),
         (DRAWS, IMAGES, {"chat_file": "x.jsonl"}, "validation.chat_file", "trains on images"),
         (
@@ -53,6 +60,8 @@ IMAGES, CHATS = {"sets": [{"img_dir": "images"}]}, {"sets": [{"chat_file": "chat
         ),
         (DRAWS, IMAGES, {"control_images": ["a.png"]}, "validation.control_images", "takes no control"),
         (DRAWS, {**IMAGES, "max_sequence_length": 4096}, {}, "data.max_sequence_length", "tokens at most"),
+        (DRAWS, {**IMAGES, "on_long": "cut"}, {}, "data.on_long", "its text encoder cuts"),
+        (DRAWS, {**IMAGES, "learn": "all"}, {}, "data.learn", "captions are not learned"),
         (WRITES, {**CHATS, "caption_dropout_rate": 0.1}, {}, "data.caption_dropout_rate", "no caption"),
         (WRITES, {**CHATS, "trigger_word": "zwx"}, {}, "data.trigger_word", "no caption"),
         *(
@@ -61,7 +70,7 @@ IMAGES, CHATS = {"sets": [{"img_dir": "images"}]}, {"sets": [{"chat_file": "chat
                 ("mask_dir", "masks", "learns from the assistant's words"),
                 ("loss_weight", 0.5, "a mean over tokens"),
                 ("flip", True, "cannot be mirrored"),
-                ("random_crop", 2, "never cut"),
+                ("random_crop", 2, "nothing to crop"),
             )
         ),
     ],

@@ -19,6 +19,9 @@ _SINGLE_FILES = (".safetensors", ".ckpt", ".gguf", ".pt", ".bin")
 _LEAST_PRODIGY_RATE = 0.1
 _MOST_VIEWS_TOGETHER = 64
 _BUDGET, _SWAP, _SHARD = "features.activation_budget", "features.block_swap", "parallel.shard"
+_EXAMPLES = {"dataset_info": "FILE", "name": "NAME"}
+_KINDS = ("img_dir", "chat_file", "dataset_info")
+"""Keys of a set of which one says where its samples are."""
 _RECOMPUTE, _MODEL = "features.activation_checkpointing", "model.pretrained_model_name_or_path"
 
 
@@ -129,25 +132,54 @@ def _unknown_preset(context: Context) -> Iterator[Clash]:
 
 
 def _training_sets(config: RunConfig) -> Iterator[tuple[str, Path]]:
-    """Key and path of the samples of each set."""
+    """Key and path of the samples of each set; of a set in a list of sets the list's and its name."""
     for index, one in enumerate(config.data.sets):
-        kind = "chat_file" if one.img_dir is None else "img_dir"
-        path = vars(one)[kind]
-        if path is not None:
-            yield f"data.sets.{index}.{kind}", path
+        kind = next((key for key in _KINDS if vars(one)[key] is not None), None)
+        if kind is not None:
+            yield f"data.sets.{index}.{kind}", vars(one)[kind] / (one.name or "")
 
 
 def _sets_of_nothing(context: Context) -> Iterator[Clash]:
     for index, one in enumerate(context.config.data.sets):
-        if one.img_dir is None and one.chat_file is None:
+        if all(vars(one)[key] is None for key in _KINDS):
             written = (name for name in context.sources if name.startswith(f"data.sets.{index}."))
             yield {"index": str(index), "where": context.blame(*written, "data.sets")}
 
 
 def _sets_of_two_kinds(context: Context) -> Iterator[Clash]:
     for index, one in enumerate(context.config.data.sets):
-        if one.img_dir is not None and one.chat_file is not None:
-            yield {"index": str(index), "key": f"data.sets.{index}.chat_file"}
+        written = [key for key in _KINDS if vars(one)[key] is not None]
+        for other in written[1:]:
+            key = f"data.sets.{index}.{other}"
+            yield {"index": str(index), "key": key, "first": written[0], "other": other}
+
+
+def _sets_of_half(context: Context) -> Iterator[Clash]:
+    for index, one in enumerate(context.config.data.sets):
+        if (one.dataset_info is None) != (one.name is None):
+            there, absent = ("name", "dataset_info") if one.dataset_info is None else ("dataset_info", "name")
+            why, remedy = f"has no effect without `{absent}`", f"add `{absent}: {_EXAMPLES[absent]}`"
+            yield {"key": f"data.sets.{index}.{there}", "why": why, "remedy": remedy}
+
+
+def _bad_columns(context: Context) -> Iterator[Clash]:
+    for index, one in enumerate(context.config.data.sets):
+        if one.columns is None:
+            continue
+        names, why, remedy = list(one.columns.named), "", "remove one of them"
+        if one.chat_file is None:
+            why = "has no effect without `chat_file`"
+            remedy = "remove it: dataset_info has columns of its own" if one.dataset_info else "remove it"
+        elif "messages" in names and (
+            others := [name for name in names if name not in ("messages", "system")]
+        ):
+            why = f"names messages and {', '.join(others)}: a record has either a list or single texts"
+        elif "messages" not in names and not {"prompt", "response"} <= {*names}:
+            why, remedy = "does not say where conversations are", "name messages, or prompt and response"
+        if why:
+            key = f"data.sets.{index}.columns"
+            where = context.blame(*(name for name in context.sources if name.startswith(f"{key}.")), key)
+            yield {"key": key, "where": where, "why": why, "remedy": remedy}
 
 
 def _same_set_twice(context: Context) -> Iterator[Clash]:
@@ -174,7 +206,7 @@ def _held_out_trained(context: Context) -> Iterator[Clash]:
     key, held_out = _held_out(context.config.validation)
     for trained, path in _training_sets(context.config):
         if held_out is not None and os.path.realpath(held_out) == os.path.realpath(path):
-            chats = trained.endswith("chat_file")
+            chats = not trained.endswith("img_dir")
             others = "file of other conversations" if chats else "folder of other images"
             yield {"key": key, "path": str(held_out), "trained": context.source(trained), "others": others}
 
@@ -299,8 +331,10 @@ RULES: tuple[Rule[Context], ...] = (
          '`lora.target_modules`: "{lora.target_modules}" is no preset of {family}',
          "{hint}Module name suffixes are written as a list: [to_q, to_v]", at=("lora.target_modules",)),
     Rule(("data.sets",), _sets_of_nothing, "`data.sets.{index}.img_dir` is missing", "add `img_dir: DIR`"),
-    Rule(("data.sets",), _sets_of_two_kinds, "`data.sets.{index}` has both `img_dir` and `chat_file`",
+    Rule(("data.sets",), _sets_of_two_kinds, "`data.sets.{index}` has both `{first}` and `{other}`",
          "make it two sets, or remove one of them"),
+    Rule(("data.sets",), _sets_of_half, "`{key}` {why}", "{remedy}"),
+    Rule(("data.sets",), _bad_columns, "`{key}` {why}", "{remedy}"),
     Rule(("data.sets",), _same_set_twice, "`{key}`: {path} is a set already ({first})",
          "remove it, and write `repeats: 2` in the other"),
     Rule(("data.sets",), lambda at: all(one.is_reg for one in at.config.data.sets),

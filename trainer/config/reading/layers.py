@@ -11,7 +11,7 @@ from trainer.config.reading import strict_yaml
 from trainer.config.tree import KeyPath, Node, at, from_plain
 from trainer.errors import Problem
 
-CHAT_SUFFIXES = (".jsonl", ".parquet")
+CHAT_SUFFIXES = (".jsonl", ".json", ".parquet")
 """Files of conversations; any other `--dataset` is a folder of images."""
 Layer = tuple[Node | None, list[Problem]]
 

@@ -60,7 +60,10 @@ def _scalar(value: Any, *, inside: bool = False) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(_scalar(one, inside=True) for one in value)}]"
     if isinstance(value, dict):
-        items = (f"{_scalar(key, inside=True)}: {_scalar(one)}" for key, one in value.items())
+        items = (
+            f"{_scalar(key, inside=True)}: {_scalar(one, inside=isinstance(one, str))}"
+            for key, one in value.items()
+        )
         return f"{{{', '.join(items)}}}"
     if isinstance(value, Path):
         # a folder whose name begins with ~ is not somebody's home

@@ -19,7 +19,10 @@ def json_schema(family_names: Sequence[str]) -> dict[str, Any]:
         if name != "DataSet":  # lists are not merged, so an item is complete
             section.pop("required", None)
         if name == "DataSet":
-            section["oneOf"] = [{"required": [key]} for key in ("img_dir", "chat_file")]
+            section["oneOf"] = [{"required": [key]} for key in ("img_dir", "chat_file", "dataset_info")]
+            section["dependencies"] = {
+                "columns": ["chat_file"], "dataset_info": ["name"], "name": ["dataset_info"]
+            }  # fmt: skip
         _tidy(section["properties"], helps()[name])
     schema.pop("required")
     _tidy(schema["properties"], helps()["RunConfig"])

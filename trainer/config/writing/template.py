@@ -21,7 +21,7 @@ _OF_IMAGES = frozenset(
     | {"data.resolution", "data.caption_dropout_rate", "data.trigger_word"}
     | {f"validation.{key}" for key in ("num_inference_steps", "guidance_scale", "control_images")}
 )
-_OF_CONVERSATIONS = frozenset({"validation.max_new_tokens"})
+_OF_CONVERSATIONS = frozenset({"data.on_long", "data.learn", "validation.max_new_tokens"})
 """Keys that say nothing to families of the other kind."""
 
 

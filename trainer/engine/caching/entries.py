@@ -162,6 +162,9 @@ def list_entries(
     """
     family, prompts = context.family, context.config.validation.prompts
     text, latents = _parts(context, "text"), _parts(context, "latents")
+    learn = context.config.data.learn
+    # what is usual is no part of a key, so that older keys still hold; of a prompt nothing is learned
+    learned = text if learn == "answers" else {**text, "learn": learn}
     drawn, sees = "latents" in family.encoder_components, family.text_sees_controls
     seen = [control_views(record) if sees else () for record in records]
     listed = []
@@ -176,7 +179,9 @@ def list_entries(
     return Entries(
         cache=Cache(context.cache_dir, family.name),
         records=tuple(records),
-        texts=tuple(text_entry(one.caption, text, views) for one, views in zip(records, seen, strict=True)),
+        texts=tuple(
+            text_entry(one.caption, learned, views) for one, views in zip(records, seen, strict=True)
+        ),
         empties=tuple(text_entry("", text, views) for views in seen) if drawn else (),
         latents=tuple(latents_entry(record, latents) for record in images),
         prompts=tuple(listed),

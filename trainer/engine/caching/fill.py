@@ -135,13 +135,18 @@ def _encoders(context: Context, kind: EntryKind) -> Iterator[Encode]:
     loaded = [family.load_encoders(kind, source, device=context.device, dtype=dtype, vae_tiling=tiling)]
 
     def encode(entry: Entry) -> Mapping[str, torch.Tensor]:
+        data = context.config.data
+        if isinstance(entry, TextEntry) and family.encode_conversation is not None and not entry.prompt:
+            return family.encode_conversation(
+                loaded[0], entry.caption, max_sequence_length=data.max_sequence_length, learn=data.learn
+            )
         if isinstance(entry, TextEntry):
             return family.encode_text(
                 loaded[0],
                 entry.caption,
                 [_control_image(view) for view in entry.controls],
                 prompt=entry.prompt,
-                max_sequence_length=context.config.data.max_sequence_length,
+                max_sequence_length=data.max_sequence_length,
             )
         record, controls = entry.record, []
         picture = read_image(record.path, content_sha256=record.content_sha256)

@@ -26,7 +26,7 @@ class Samples:
     prompt_controls: tuple[tuple[Control, ...], ...] = ()
     """Images that each validation prompt edits; none where the family takes none."""
     left_out: tuple[LeftOut, ...] = ()
-    """Files of all folders that are passed over because of `data.on_bad_file: skip`."""
+    """Files and conversations that are passed over because of `data.on_bad_file` or `data.on_long`."""
 
     @property
     def all(self) -> tuple[Record, ...]:

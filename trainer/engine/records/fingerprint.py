@@ -26,7 +26,11 @@ REFUSED: Mapping[str, Sequence[str]] = {
     "dtype": ("model.dtype",),
     "compute": ("features.compute",),
     "text_encoders": (),
-    "data": ("data.sets", "data.resolution", "data.trigger_word", "data.on_bad_file", "validation.held_out"),
+    # samples that are left out or cut are what these keys decide, and part of the samples' fingerprint
+    "data": (
+        "data.sets", "data.resolution", "data.trigger_word", "data.on_bad_file", "data.on_long",
+        "validation.held_out",
+    ),
     "sample_order": (),
     "caption_dropout_rate": ("data.caption_dropout_rate",),
     "max_sequence_length": ("data.max_sequence_length",),
@@ -35,9 +39,10 @@ REFUSED: Mapping[str, Sequence[str]] = {
     "gradient_accumulation_steps": ("train.gradient_accumulation_steps",),
     "optimizer": ("train.optimizer",),
     **{key: (key,) for key in (
-        "family", "method", "train.ema_decay", "lora.rank", "lora.alpha", "lora.target_modules", "lora.type",
-        "lora.dropout", "lora.rank_pattern", "lora.alpha_pattern", "lora.init_from", "flow.weighting_scheme",
-        "flow.logit_mean", "flow.logit_std", "flow.mode_scale", "flow.shift", "flow.guidance_scale",
+        "family", "method", "data.learn", "train.ema_decay", "lora.rank", "lora.alpha", "lora.target_modules",
+        "lora.type", "lora.dropout", "lora.rank_pattern", "lora.alpha_pattern", "lora.init_from",
+        "flow.weighting_scheme", "flow.logit_mean", "flow.logit_std", "flow.mode_scale", "flow.shift",
+        "flow.guidance_scale",
     )},
 }  # fmt: skip
 """Values by their names in checkpoints, with the configuration keys that decide each. Another value is
@@ -112,11 +117,14 @@ def values(context: Context, records: Sequence[Record]) -> tuple[dict[str, str],
 
 def _configured(context: Context, key: str) -> str | None:
     """The value of a configuration key; None for the adapter of a full fine-tune, for an adapter that starts
-    from none, and for draws that a family does not make, a weighting scheme has not, or a model is not told.
+    from none, for parts of conversations that a family has not, and for draws that a family does not make, a
+    weighting scheme has not, or a model is not told.
     """
     config, family, (section, _, last) = context.config, context.family, key.rpartition(".")
     value = vars(vars(config)[section] if section else config)[last]
     if section == "lora" and config.method != "lora":
+        return None
+    if key == "data.learn" and family.encode_conversation is None:
         return None
     if key == "lora.init_from":
         return None if value is None else hashlib.sha256(value.read_bytes()).hexdigest()[:16]
@@ -140,6 +148,7 @@ def _text(value: object) -> str:
 UNRECORDED: Mapping[str, str] = {
     "sample_order": "collected by shape",
     "train.ema_decay": "None",
+    "data.learn": "answers",
     "lora.init_from": "nothing",
     **{f"lora.{key}": _text(value) for key, value in LoraSection() if key != "init_from"},
 }

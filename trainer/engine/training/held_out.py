@@ -61,7 +61,8 @@ def held_out_entries(context: Context, records: Sequence[Record]) -> HeldOut | N
     seeded = config.train.model_copy(update={"seed": config.validation.seed})
     settings = context.family.settings(context.source, config.model_copy(update={"train": seeded}))
     draws = f"{_DRAWS} even draws"  # losses of other draws do not compare
-    parts = (data_fingerprint(records), str(config.validation.seed), config.flow.model_dump_json(), draws)
+    parts = [data_fingerprint(records), str(config.validation.seed), config.flow.model_dump_json(), draws]
+    parts += [] if config.data.learn == "answers" else [f"learn {config.data.learn}"]
     return HeldOut(
         entries=list_entries(context, records),
         # nothing is drawn for a language model

@@ -84,7 +84,7 @@ def _changes(config: RunConfig, budget: str) -> Iterator[Change]:
         yield from (("features.weights", word) for word in sorted(smaller, key=lambda word: WAYS[word].tier))
     if config.features.vae_tiling is False:
         yield "features.vae_tiling", True
-    if any(data_set.chat_file for data_set in config.data.sets):
+    if any(data_set.has_conversations for data_set in config.data.sets):
         lengths = (length for length in _LENGTHS if length < config.data.max_sequence_length)
         yield from (("data.max_sequence_length", length) for length in lengths)
     else:

@@ -1,0 +1,145 @@
+"""Files of conversations as records: JSON lines, an array in a .json file, or a parquet table."""
+
+from __future__ import annotations
+
+import codecs
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.data.captions import TextError, decode_text, parse_json
+from trainer.data.conversations.formats import LAYOUTS, OPENAI, Layout
+from trainer.errors import ConfigError, DataError
+from trainer.words import extras
+
+Row = tuple[str, int, object]
+"""Place for people, number in the file, and content: bytes of a line, or a value that was read already."""
+_ARRAY = f"[{OPENAI.shape}, ...]"
+
+
+def read_rows(file: Path, layout: Layout | None = None) -> list[Row]:
+    """All records of a file but empty lines, which are counted; of a table the columns of `layout`, or of all
+    formats.
+
+    Lines and rows of tables count from 1 (`a.jsonl:3`), items of an array from 0 (`a.json[2]`). Raises
+    DataError for a file that is not read as a whole, and ConfigError for a .parquet file without pyarrow.
+    """
+    if file.suffix not in (".parquet", *_READERS):
+        what = f"{file.name} is neither .jsonl, .json nor .parquet"
+        raise DataError(what, where=str(file), remedy="convert it to .jsonl")
+    if file.suffix == ".parquet":
+        return _nonempty(file, _read_parquet(file, LAYOUTS if layout is None else (layout,)))
+    return _nonempty(file, _READERS[file.suffix](file))
+
+
+def _nonempty(file: Path, rows: Sequence[Row]) -> list[Row]:
+    rows = [row for row in rows if row[2] is not None]
+    if not rows:
+        remedy = f"write lines like {OPENAI.shape}"
+        raise DataError("the file holds no conversation", where=str(file), remedy=remedy)
+    return rows
+
+
+def parse(content: object) -> Mapping[str, Any]:
+    """A row's record. Raises TextError for a line that is no JSON, and for what is no object."""
+    value = content
+    if isinstance(content, bytes):
+        try:
+            line = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise TextError(f"the text is not UTF-8 (byte {error.start})", "save it as UTF-8") from error
+        value = parse_json(line, OPENAI.shape, line="one conversation a line, as ")
+    if not isinstance(value, dict):
+        raise TextError("the row is not a JSON object", f"write {OPENAI.shape}")
+    return value
+
+
+def _read_lines(file: Path) -> list[Row]:
+    """The lines, None for an empty one."""
+    data = _bytes(file)
+    if data.lstrip().startswith(b"["):
+        remedy = f"name it .json, or write one conversation a line: {OPENAI.shape}"
+        raise DataError("the file begins as a JSON array does", where=str(file), remedy=remedy)
+    return _lines(file, data)
+
+
+def _lines(file: Path, data: bytes) -> list[Row]:
+    lines = enumerate(data.split(b"\n"), start=1)
+    return [(f"{file}:{number}", number, line if line.strip() else None) for number, line in lines]
+
+
+def _read_json(file: Path) -> list[Row]:
+    """The items of an array; JSON lines where the content is those."""
+    data = _bytes(file)
+    if not data.strip():
+        return []
+    if not data.lstrip().startswith(b"["):
+        try:
+            parse(data.lstrip().partition(b"\n")[0])
+        except TextError as error:
+            what = f"neither a JSON array nor JSON lines: the first line is no object ({error.what})"
+            remedy = f"write {_ARRAY}, or one conversation a line"
+            raise DataError(what, where=str(file), remedy=remedy) from error
+        return _lines(file, data)
+    try:
+        items = json.loads(decode_text(data))
+    except json.JSONDecodeError as error:
+        what = f"not valid JSON: {error.msg} (column {error.colno})"
+        raise DataError(what, where=f"{file}:{error.lineno}", remedy=f"write {_ARRAY}") from error
+    except TextError as error:
+        raise DataError(error.what, where=str(file), remedy=error.remedy) from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting
+        raise DataError(f"not valid JSON: {error}", where=str(file), remedy=f"write {_ARRAY}") from error
+    # a null is no empty line: it is told as what is no object
+    return [(f"{file}[{index}]", index, [] if item is None else item) for index, item in enumerate(items)]
+
+
+def _read_parquet(file: Path, layouts: Sequence[Layout]) -> list[Row]:
+    """The rows as objects of what these layouts read. Raises ConfigError where pyarrow is not installed."""
+    try:
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        what = "reading .parquet needs pyarrow, which is not installed"
+        remedy = f"{extras.remedy('parquet')}; or convert the file to .jsonl"
+        raise ConfigError(what, where=str(file), remedy=remedy) from error
+    try:
+        table = parquet.read_table(file)
+    except FileNotFoundError as error:
+        raise _unreadable(file, error) from error
+    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's own errors are kinds of these
+        what, remedy = f"cannot be read as parquet ({error})", "copy it again, or convert it to .jsonl"
+        raise DataError(what, where=str(file), remedy=remedy) from error
+    read = dict.fromkeys(key for layout in layouts for key in layout.keys)
+    columns = [name for name in read if name in table.column_names]
+    if not columns:
+        what = f"the table has no column {' or '.join(f'`{name}`' for name in read)}"
+        remedy = f"it has {', '.join(table.column_names)}: name those that are meant in `columns`"
+        raise DataError(what, where=str(file), remedy=remedy)
+    listed: Sequence[object] = table.select(columns).to_pylist()
+    return [(f"{file}:{number}", number, row) for number, row in enumerate(listed, start=1)]
+
+
+def _bytes(file: Path) -> bytes:
+    """The file's bytes without the mark of their order."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError("the text is UTF-16, not UTF-8", where=str(file), remedy="save it as UTF-8")
+    return data.removeprefix(codecs.BOM_UTF8)
+
+
+def _unreadable(file: Path, error: OSError) -> DataError:
+    if isinstance(error, FileNotFoundError):
+        return DataError("the file does not exist", where=str(file), remedy="correct `chat_file`")
+    what = f"the file cannot be read: {error.strerror or error}"
+    return DataError(what, where=str(file), remedy="name a file, and check its permissions")
+
+
+_READERS: Mapping[str, Callable[[Path], list[Row]]] = {
+    ".jsonl": _read_lines,
+    ".json": _read_json,
+}

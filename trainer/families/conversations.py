@@ -1,0 +1,182 @@
+"""Conversations as tokens, by the chat template of a causal language model's tokenizer, and which of them are
+learned. torch and transformers are imported inside the functions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import DataError
+from trainer.families.values import EntryKind, Learn
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+    from trainer.modeling.base.source import ModelSource
+
+# templates that write today's date would make every day's tokens others; this is the date that Llama 3.1's
+# template writes where it is told none
+_DATE = "26 Jul 2024"
+
+
+def load_tokenizer(
+    kind: EntryKind, source: ModelSource, *, device: str, dtype: torch.dtype, vae_tiling: bool
+) -> Any:
+    """`Family.load_encoders`: the tokenizer, which lies beside the model."""
+    from transformers import AutoTokenizer
+
+    assert kind == "text", "a language model has no pixels"
+    return AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+
+
+def encode_text(
+    tokenizer: Any, text: str, controls: Sequence[Image], *, prompt: bool, max_sequence_length: int
+) -> dict[str, torch.Tensor]:
+    """`input_ids` (L,) int64 of a prompt, a user's message, up to where the assistant begins to write; of a
+    conversation what `encode_conversation` gives where answers are learned. Raises DataError like it.
+    """
+    import torch
+
+    if not prompt:
+        return encode_conversation(tokenizer, text, max_sequence_length=max_sequence_length, learn="answers")
+    messages = [{"role": "user", "content": text}]
+    ids, _ = _tokens(tokenizer, _render(tokenizer, messages, opened=True))
+    _require_fitting(messages, ids, max_sequence_length)
+    return {"input_ids": torch.tensor(ids)}
+
+
+def encode_conversation(
+    tokenizer: Any, text: str, *, max_sequence_length: int, learn: Learn
+) -> dict[str, torch.Tensor]:
+    """`input_ids` (L,) int64 of a conversation (JSON) and `loss_weight` (L,) fp32: 1 for every token that is
+    learned, else 0. These are the assistant's messages, or the last one, with what ends each of them, or all
+    tokens but the first, which nothing predicts.
+
+    Nothing is cut: raises DataError for more than `max_sequence_length` tokens, and for a template that does
+    not render a conversation up to an answer that is learned as the beginning of the whole.
+    """
+    import torch
+
+    messages = json.loads(text)
+    whole = _render(tokenizer, messages, opened=False)
+    ids, offsets = _tokens(tokenizer, whole)
+    end = _missing_end(tokenizer, whole, ids, offsets)
+    if learn == "all":
+        weights = [0.0, *[1.0] * (len(ids) - 1)]
+    else:
+        weights = _weights(tokenizer, messages, whole, offsets, last_alone=learn == "last_answer")
+    ids, weights = [*ids, *end], [*weights, *[1.0] * len(end)]
+    _require_fitting(messages, ids, max_sequence_length)
+    return {"input_ids": torch.tensor(ids), "loss_weight": torch.tensor(weights)}
+
+
+def _require_fitting(messages: Sequence[Mapping[str, str]], ids: Sequence[int], most: int) -> None:
+    """Raise DataError for more tokens than a row has."""
+    if len(ids) > most:
+        raise DataError(
+            f"{_named(messages)} has {len(ids)} tokens, more than data.max_sequence_length ({most})",
+            remedy="raise data.max_sequence_length, or write data.on_long: skip, or cut",
+        )
+
+
+def token_counter(source: ModelSource) -> Callable[[str], int]:
+    """`Family.conversation_tokens`: the tokens that `encode_text` makes of a conversation (JSON), counted."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+
+    def count(text: str) -> int:
+        whole = _render(tokenizer, json.loads(text), opened=False)
+        ids, offsets = _tokens(tokenizer, whole)
+        return len(ids) + len(_missing_end(tokenizer, whole, ids, offsets))
+
+    return count
+
+
+def _tokens(tokenizer: Any, whole: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Tokens of a rendered text, and the characters of each: first one and end."""
+    # verbose would warn of lengths that are checked here
+    options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+    encoding = tokenizer(whole, **options)
+    return list(encoding["input_ids"]), encoding["offset_mapping"]
+
+
+def _missing_end(
+    tokenizer: Any, whole: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
+) -> list[int]:
+    """The end token, where the template does not end the last answer by a special token; else nothing."""
+    written = len(whole.rstrip())
+    if not written:
+        raise DataError(
+            "the chat template writes nothing of a conversation",
+            where=tokenizer.name_or_path,
+            remedy="use a model that was made for chats, or correct its chat_template.jinja",
+        )
+    last = max(number for number, (start, _) in enumerate(offsets) if start < written)
+    token = tokenizer.added_tokens_decoder.get(ids[last])
+    if token is not None and token.special:
+        return []
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            "the chat template does not end answers, and the tokenizer has no end token",
+            where=tokenizer.name_or_path,
+            remedy="give it an `eos_token`",
+        )
+    return [tokenizer.eos_token_id]
+
+
+def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opened: bool) -> str:
+    """The template's text; `opened` up to where the assistant begins to write."""
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        raise DataError(
+            "the base model's tokenizer has no chat template",
+            where=tokenizer.name_or_path,
+            remedy="use a model that was made for chats, or put its chat_template.jinja into the folder",
+        )
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=opened, date_string=_DATE
+        )
+    except TemplateError as error:
+        raise DataError(
+            f"the chat template refuses {_named(messages)}: {error}",
+            where=tokenizer.name_or_path,
+            remedy="correct or remove the conversation",
+        ) from error
+
+
+def _named(messages: Sequence[Mapping[str, str]]) -> str:
+    """A conversation for people: many begin with the same system message."""
+    asked = next((message["content"] for message in messages if message["role"] == "user"), "")
+    return f"the conversation with {asked[:60]!r}"
+
+
+def _weights(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], whole: str, offsets: Any, *, last_alone: bool
+) -> list[float]:
+    """1 for every token of the assistant's messages, or of the last one, and of what ends each of them,
+    without blanks, else 0.
+    """
+    learned = bytearray(len(whole) + 1)
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    for index in answers[-1:] if last_alone else answers:
+        before = _render(tokenizer, messages[:index], opened=True)
+        after = _render(tokenizer, messages[: index + 1], opened=False)
+        if not (after.startswith(before) and whole.startswith(after)):
+            raise DataError(
+                f"the chat template writes {_named(messages)} otherwise once it goes on, so that message "
+                f"{index + 1} cannot be found in it",
+                where=tokenizer.name_or_path,
+                remedy="write data.learn: last_answer, or use a template that only appends, as Llama 3's",
+            )
+        start, end = len(before), len(after.rstrip())
+        learned[start:end] = b"\1" * (end - start)
+    # one character may be several tokens, and some tokens have no character
+    weights = [float(any(learned[start : max(end, start + 1)])) for start, end in offsets]
+    weights[0] = 0.0  # nothing predicts it
+    return weights
