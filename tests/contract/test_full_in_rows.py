@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from tests.contract.runs import (
     FULL_CASES,
     Case,
+    Job,
     Workshop,
     different,
     files,
@@ -53,8 +55,10 @@ def pool() -> Iterator[Workers]:
         yield made
 
 
-def train(ranks: Ranks, config_file: Path, folder: Path, cache: Path, options: tuple[str, ...]) -> list[str]:
-    """One rank of a run in a process that has run others; gives what it said."""
+def job_of_rank(
+    ranks: Ranks, config_file: Path, folder: Path, cache: Path, options: tuple[str, ...], **planned: Any
+) -> Job:
+    """One rank's job in a process that has run others, with these values in its plan."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -65,7 +69,14 @@ def train(ranks: Ranks, config_file: Path, folder: Path, cache: Path, options: t
         del os.environ["LOCAL_RANK"]
     keep_edits_small(setattr)
     job = job_of(config_file, folder / f"rank-{ranks.rank}", *options, cache=cache)
-    run.train(dataclasses.replace(job.context, ranks=ranks), job.samples, job.spec)
+    plan = dataclasses.replace(job.context.plan, **planned)
+    return dataclasses.replace(job, context=dataclasses.replace(job.context, plan=plan, ranks=ranks))
+
+
+def train(ranks: Ranks, config_file: Path, folder: Path, cache: Path, options: tuple[str, ...]) -> list[str]:
+    """One rank of a run; gives what it said."""
+    job = job_of_rank(ranks, config_file, folder, cache, options)
+    run.train(job.context, job.samples, job.spec)
     return job.said
 
 

@@ -5,16 +5,14 @@ A CPU emulates the products: they are computed in fp32 from the same quantised v
 
 from __future__ import annotations
 
-import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.contract.runs import FULL_CASES, Case, Workshop, files, job_of, keep_edits_small
-from tests.contract.test_full_in_rows import FLUX, LLAMA, SHORT, STEPS, Trained, interrupted
+from tests.contract.runs import FULL_CASES, Case, Workshop, files
+from tests.contract.test_full_in_rows import FLUX, LLAMA, SHORT, STEPS, Trained, interrupted, job_of_rank
 from tests.emulated_fp8 import emulated
 from tests.ranks import Workers, workers
 from trainer.engine import run
@@ -35,20 +33,11 @@ def train(
     ranks: Ranks, config_file: Path, folder: Path, cache: Path, options: tuple[str, ...], compiles: bool
 ) -> list[str]:
     """One rank of a run with the plan that GPUs with FP8 units have; gives what it said."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
-    if ranks.size == 1:
-        del os.environ["LOCAL_RANK"]
-    keep_edits_small(setattr)
-    job = job_of(config_file, folder / f"rank-{ranks.rank}", *options, cache=cache)
     kinds = {"compute": "fp8", "weight_copies": 1, "weight_gradient": "fp8", "compile": compiles}
-    plan = dataclasses.replace(job.context.plan, **kinds)
+    job = job_of_rank(ranks, config_file, folder, cache, options, **kinds)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fp8, "_Products", emulated)
-        run.train(dataclasses.replace(job.context, plan=plan, ranks=ranks), job.samples, job.spec)
+        run.train(job.context, job.samples, job.spec)
     return job.said
 
 

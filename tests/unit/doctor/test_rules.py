@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,8 +107,6 @@ def test_every_row_is_whole() -> None:
 
 
 def test_keys_of_ours_that_rules_name_exist() -> None:
-    import re
-
     sections = {key.partition(".")[0] for key in fields.dotted_keys() if "." in key}
     keys = {*fields.dotted_keys(), *sections}
     for rule in (*rules.rules(), *rules.wishes()):

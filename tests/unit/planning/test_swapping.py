@@ -328,3 +328,29 @@ def test_what_stays_fp32_is_counted_in_its_block() -> None:
     part = ComponentGeometry(name="transformer", role="trained", shapes=shapes, source="test")
     found = stacks(part, (r".*modulation",), (), ("modulation",))
     assert [(one.quantized.parameters, one.others, one.fp32) for one in found] == [(32, 16, 16)]
+
+
+_FEW = ["to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj"]
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "more", "measured"),
+    [
+        ("flux1_dev_lora", "bf16", {}, 33.6),
+        ("flux1_dev_lora", "fp8", {}, 33.9),
+        ("flux2_dev_lora", "bf16", {}, 91.0),
+        ("flux2_dev_lora", "bf16", {"lora__target_modules": _FEW}, 80.5),
+        ("flux2_dev_lora", "bf16", {"features__activation_checkpointing": True}, 40.8),
+    ],
+)
+def test_a_base_that_two_gpus_share_takes_what_was_measured(
+    name: str, stored: str, more: dict[str, Any], measured: float
+) -> None:
+    """GiB that the fuller of two H200 or H100 held (docs/benchmarks/2026-11-h200x2-ranks.json, -h100x2-)."""
+    features = {"weights": stored, "compute": stored, "compile": True, "activation_checkpointing": False}
+    changes = {f"features__{key}": value for key, value in features.items()} | more
+    loaded = shipped(name, parallel__gpus=2, parallel__shard="full", validation__prompts=[], **changes)
+    plan = planned(loaded, machine("several/h200-x2"))
+    every = plan.sharded_blocks
+    assert plan.ranks == 2 and row(plan, "shard").value == f"{every} of {every} blocks over 2"
+    assert total(plan.train_memory) / GIB == pytest.approx(measured, rel=0.03)

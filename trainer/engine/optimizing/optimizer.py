@@ -12,7 +12,7 @@ from trainer.config.schema import TrainSection
 from trainer.engine.optimizing import optimizers
 from trainer.engine.optimizing.exchange import Exchange
 from trainer.engine.optimizing.fp32_masters import FlatGradients, FlatMasters
-from trainer.engine.optimizing.split_adamw import SplitAdamW
+from trainer.engine.optimizing.split_adamw import SplitAdamW, norm_of
 from trainer.engine.ranks import ALONE, Ranks
 from trainer.modeling.tensor_file import Writable
 
@@ -204,8 +204,7 @@ class Updater:
         if isinstance(self.optimizer, SplitAdamW):
             norm = self.optimizer.norm(self.steps_taken + 1)
         else:
-            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-            norm = torch.linalg.vector_norm(torch.stack(norms))
+            norm = norm_of(gradients)
         if self.in_rows is not None:
             norm = self.in_rows.norm(norm)
         factor = (self.train.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -98,10 +98,8 @@ class SplitAdamW:
     def norm(self, number: int) -> torch.Tensor:
         """The norm of all gradients of step `number`, a scalar in fp32: `step` comes next."""
         self._steps = self._gathered(number)
-        # one by one is faster than torch's over lists: 3.3 TB/s where that reads 2.1, on an H200
-        norms = [torch.linalg.vector_norm(one.gradient, dtype=torch.float32) for one in self._steps.alone]
-        norms += [launch.squares().sqrt() for launch in self._steps.launches]
-        return torch.linalg.vector_norm(torch.stack(norms))
+        together = [launch.squares().sqrt() for launch in self._steps.launches]
+        return norm_of([one.gradient for one in self._steps.alone], together)
 
     @torch.no_grad()
     def step(self, rate: float, number: int, factor: torch.Tensor, bad: torch.Tensor) -> None:
@@ -195,6 +193,13 @@ class SplitAdamW:
         parameter.copy_(weight)
         none = torch.zeros_like(low, dtype=torch.int64)
         return {MASTER: low, FIRST: encoded_first(first, none), SECOND: encoded_second(second, none)}
+
+
+def norm_of(gradients: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+    """The norm of all values of some gradients, and of others whose norms (scalars) are known, in fp32."""
+    # one by one is faster than torch's over lists: 3.3 TB/s where that reads 2.1, on an H200
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack([*norms, *others]))
 
 
 def _fresh(parameter: torch.Tensor, *, masters: bool) -> dict[str, torch.Tensor]:

@@ -270,7 +270,9 @@ class Geometry:
     products: int = 0
     """Linear layers of the blocks."""
     linear_values: tuple[int, int, int] = (0, 0, 0)
-    """Values that these read, and values that they give, in that pass."""
+    """Values that these read, linears of one input once; that they give; that they read each for itself, all
+    in that pass.
+    """
     widest_output: int = 0
     """Values of the largest output of those of one input, with the longest captions."""
     largest_product: int = 0
