@@ -101,8 +101,10 @@ def test_many_parameters_are_updated_by_one_kernel_as_on_a_cpu(kind: str) -> Non
             assert (launched["_update_all"], launched["_squares"], launched["_update"]) == (1, 1, 1)
         else:
             norm, _ = updaters[0].step(RATE, torch.tensor(1.0, device=DEVICE))
-        wanted, _ = updaters[1].step(RATE, torch.tensor(1.0))
-        assert norm.item() == pytest.approx(wanted.item(), rel=1e-5)
+        updaters[1].step(RATE, torch.tensor(1.0))
+        # the twin's own norm is 3e-5 off: torch's sum of 2**20 squares on a CPU is that coarse
+        wanted = torch.stack([one.grad.double().norm() for one in twins.values() if one.grad is not None])
+        assert norm.item() == pytest.approx(wanted.norm().item(), rel=1e-5)
     state, oracle = updaters[0].state(), updaters[1].state()
     assert state.keys() == oracle.keys()
     for name, count in counts.items():

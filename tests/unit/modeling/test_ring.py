@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 from tests.unit.modeling.test_reading import SMALL, WAYS, assert_same, raw, read, reader, write_model
+from trainer.files.safetensors import read_header
 from trainer.modeling.base import reading
 from trainer.modeling.base.reading import Choice, page_cache_share
 from trainer.modeling.base.ring import Ring, RingSize
@@ -85,6 +86,30 @@ def test_no_more_than_the_ring_is_read_ahead(
             # pieces before the one that this tensor ends in are free, and as many were read behind them
             assert max(offsets) <= ((end - 1) // size.piece_bytes + pieces) * size.piece_bytes
     assert max(offsets) >= path.stat().st_size
+
+
+@pytest.mark.parametrize("way", WAYS[2:], ids=str)
+def test_of_the_file_around_what_was_selected_no_page_is_read(
+    path: Path, way: Choice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes that read one half each read the file once."""
+    real, lock, pages = os.preadv, threading.Lock(), set[int]()
+
+    def watched(descriptor: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        count = real(descriptor, buffers, offset, flags)
+        with lock:
+            pages.update(range(offset // 4096, -(-(offset + count) // 4096)))
+        return count
+
+    header = read_header(path)
+    places = {name: one["data_offsets"] for name, one in header.tensors.items()}
+    largest = max(places, key=lambda name: places[name][1] - places[name][0])
+    start, end = (header.start + one for one in places[largest])
+    monkeypatch.setattr(os, "preadv", watched)
+    with reader(way) as ways, ways.open(path, lambda sizes: [largest]) as file:
+        found = file.get_tensor(largest)
+    assert pages == set(range(start // 4096, -(-end // 4096)))
+    assert raw(found) == path.read_bytes()[start:end]
 
 
 def test_the_ring_is_all_the_memory_and_threads_there_are(path: Path) -> None:

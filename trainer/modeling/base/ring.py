@@ -77,7 +77,8 @@ class Ring:
     def reading(
         self, path: Path, spans: Iterable[tuple[int, int]], *, direct: bool, drop: bool
     ) -> Iterator[Copy]:
-        """Read the file's bytes of `spans` (start, end) ahead, whole pieces of it, and nothing between.
+        """Read the file's bytes of `spans` (start, end) ahead, and of what lies around and between them no
+        more than the rest of pages, and what one piece has between two of them.
 
         Spans are in the order of the file, and copies of them must be asked for in that order. `direct`: past
         the page cache, where the file system allows it. `drop`: nothing that was read stays in the page
@@ -120,15 +121,19 @@ class Ring:
 
     def _read_ahead(self, file: _File, state: _Ahead, slot: int) -> None:
         """Let a thread read the next piece into a free slot, if any is left."""
-        for piece, end in state.coming:
-            future = self._threads.submit(self._read, file, slot, piece * self.size.piece_bytes, end)
+        for piece, start, end in state.coming:
+            future = self._threads.submit(self._read, file, slot, start, end)
             state.pending.append((piece, slot, future))
             return
 
-    def _read(self, file: _File, slot: int, offset: int, end: int) -> None:
+    def _read(self, file: _File, slot: int, start: int, end: int) -> None:
         if self._copied:
             self._copied[slot].synchronize()
-        file.read(self._views[slot], offset, end)
+        # direct reads are of whole pages; each byte lies in the slot where it lies in its piece
+        start -= start % mmap.PAGESIZE
+        first = start % self.size.piece_bytes
+        stop = first + -(-(end - start) // mmap.PAGESIZE) * mmap.PAGESIZE
+        file.read(self._views[slot][first:stop], start, end)
 
     def _mark(self, slot: int) -> None:
         """Record an event on the stream behind the slot's copies."""
@@ -140,22 +145,27 @@ class Ring:
 class _Ahead:
     """Pieces of a file on their way."""
 
-    coming: Iterator[tuple[int, int]]
-    """Pieces still to be read: (piece, the byte of the file to read it to)."""
+    coming: Iterator[tuple[int, int, int]]
+    """Pieces still to be read: (piece, the bytes of the file to read it from and to)."""
     pending: deque[tuple[int, int, Future[None]]] = field(default_factory=deque)
     """Pieces being read or read, and not yet copied, in order: (piece, slot, its reading)."""
 
 
-def _pieces(spans: Iterable[tuple[int, int]], piece_bytes: int) -> Iterator[tuple[int, int]]:
-    """The pieces that spans lie in, each once, with the byte that the last span in it ends before."""
-    known: tuple[int, int] | None = None
+def _pieces(spans: Iterable[tuple[int, int]], piece_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """The pieces that spans lie in, each once: (piece, where the first span in it begins, where the last one
+    ends), in bytes of the file.
+    """
+    known: tuple[int, int, int] | None = None
     for start, end in spans:
         if start == end:
             continue
         for piece in range(start // piece_bytes, (end - 1) // piece_bytes + 1):
-            if known is not None and known[0] != piece:
+            first = max(start, piece * piece_bytes)
+            if known is not None and known[0] == piece:
+                first = known[1]
+            elif known is not None:
                 yield known
-            known = piece, min(end, (piece + 1) * piece_bytes)
+            known = piece, first, min(end, (piece + 1) * piece_bytes)
     if known is not None:
         yield known
 
