@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from pathlib import Path
 
@@ -84,6 +85,79 @@ def test_a_full_disk_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(NoSpaceError, match=r"x\.safetensors"):
         tensorfile.write_tensors(tmp_path / "x.safetensors", tensors(), {}, None)
+
+
+def parts(count: int, device: str = "cpu") -> list[dict[str, torch.Tensor]]:
+    """Tensors of several files, of many sizes."""
+    generator = torch.Generator(device).manual_seed(0)
+    return [
+        {f"{n}": torch.randn(1 + 311 * n * (file + 1), generator=generator, device=device) for n in range(9)}
+        for file in range(count)
+    ]
+
+
+def test_files_that_are_written_side_by_side_are_those_of_one_after_the_other(tmp_path: Path) -> None:
+    files = {tmp_path / f"{number}": part for number, part in enumerate(parts(6))}
+    told: list[int] = []
+    digests = tensorfile.write_files(files, {"format": "pt"}, lambda: told.append(1))
+    for path, part in files.items():
+        found = load_file(path)
+        assert found.keys() == part.keys()
+        assert all(torch.equal(found[name], part[name]) for name in part)
+        assert digests[path] == hashlib.sha256(path.read_bytes()).hexdigest()
+        alone = tensorfile.write_tensors(tmp_path / "alone", part, {"format": "pt"}, None)
+        assert alone == digests[path]
+    assert len(told) == 6 * 9
+
+
+def test_ranks_make_tensors_in_the_order_in_which_one_of_them_writes(tmp_path: Path) -> None:
+    """A gather of one tensor beside that of another would give wrong bytes, or none ever."""
+    made: list[str] = []
+
+    def later(name: str, value: torch.Tensor) -> tensorfile.Later:
+        def make() -> torch.Tensor:
+            made.append(name)
+            return value
+
+        return tensorfile.Later(dtype=value.dtype, shape=tuple(value.shape), make=make)
+
+    shards = [
+        {f"{n}": later(f"{file}/{n}", one[f"{n}"]) for n in range(9)} for file, one in enumerate(parts(6))
+    ]
+    tensorfile.write_files({tmp_path / f"{n}": one for n, one in enumerate(shards)}, {}, None)
+    written, made[:] = list(made), []
+    tensorfile.take_part(shards)
+    assert made == written
+    assert len(set(made)) == 6 * 9
+    assert max(len({name[0] for name in made[i : i + 4]}) for i in range(9 * 4)) == 4, "four side by side"
+
+
+def test_a_disk_that_is_full_beside_other_files_leaves_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = os.fsync, [2]
+
+    def full(descriptor: int) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(NoSpaceError, match=r"No space left"):
+        tensorfile.write_files({tmp_path / f"{n}": one for n, one in enumerate(parts(3))}, {}, None)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+def test_tensors_of_a_gpu_pass_through_the_same_host_memory_to_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorfile, "_MOST_BEHIND_BYTES", 20_000)
+    files = {tmp_path / f"{number}": part for number, part in enumerate(parts(6, "cuda"))}
+    tensorfile.write_files(files, {}, None)
+    for path, part in files.items():
+        assert all(torch.equal(one, part[name].cpu()) for name, one in load_file(path).items())
 
 
 def adapter(rank: int) -> dict[str, torch.Tensor]:

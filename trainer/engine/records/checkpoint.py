@@ -7,7 +7,9 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -34,7 +36,7 @@ from trainer.modeling.tensor_file import (
     require_whole,
     split_shards,
     take_part,
-    write_tensors,
+    write_files,
 )
 
 FORMAT_VERSION = 1
@@ -43,6 +45,9 @@ _STATE = "state.json"
 _OWN = "state_sha256"
 _NAME = re.compile(r"step-\d{6,}")
 _CHUNK_BYTES = 1 << 24
+_FILES_AT_ONCE = 8
+"""Files that are read and hashed side by side."""
+_PAUSE_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +84,8 @@ def save(
     require_whole(optimizer, target)
     with no_space_told(target):
         with whole_folder(target) as temporary:
-            checksums: dict[str, str] = {}
-            for group, tensors in (("weights", weights), ("optimizer", optimizer)):
-                shards = split_shards(tensors, SHARD_BYTES)
-                for number, shard in enumerate(shards, start=1):
-                    name = f"{group}-{number:05d}-of-{len(shards):05d}.safetensors"
-                    checksums[name] = write_tensors(temporary / name, shard, {}, on_tensor)
+            shards = {temporary / name: shard for name, shard in _files(weights, optimizer).items()}
+            checksums = {path.name: one for path, one in write_files(shards, {}, on_tensor).items()}
             state: dict[str, Any] = {
                 "version": FORMAT_VERSION,
                 **dataclasses.asdict(snapshot),
@@ -106,8 +107,19 @@ def save(
 
 def take_part_in_save(weights: Mapping[str, Writable], optimizer: Mapping[str, Writable]) -> None:
     """Give the rows that this rank has of what another one saves."""
-    take_part(weights)
-    take_part(optimizer)
+    take_part(list(_files(weights, optimizer).values()))
+
+
+def _files(
+    weights: Mapping[str, Writable], optimizer: Mapping[str, Writable]
+) -> dict[str, dict[str, Writable]]:
+    """Names of a checkpoint's files, and the tensors of each."""
+    found: dict[str, dict[str, Writable]] = {}
+    for group, tensors in (("weights", weights), ("optimizer", optimizer)):
+        shards = split_shards(tensors, SHARD_BYTES)
+        for number, shard in enumerate(shards, start=1):
+            found[f"{group}-{number:05d}-of-{len(shards):05d}.safetensors"] = shard
+    return found
 
 
 def _own_checksum(state: Mapping[str, Any]) -> str:
@@ -132,9 +144,9 @@ def newest_valid(
 ) -> tuple[Path, Snapshot] | None:
     """The newest checkpoint that is as it was written; damaged ones are named and passed over.
 
-    `on_chunk` runs after every few megabytes read. Raises ConfigError for one of a newer trainer, and
-    StorageError where the disk does not give the bytes: neither is damage, and passing over it would lose
-    steps.
+    `on_chunk` runs every so often while files are read, and may raise to stop. Raises ConfigError for one of
+    a newer trainer, and StorageError where the disk does not give the bytes: neither is damage, and passing
+    over it would lose steps.
     """
     for folder in reversed(steps_on_disk(root)):
         problem = damage(folder, on_chunk)
@@ -181,7 +193,9 @@ def damage(folder: Path, on_chunk: Callable[[], None]) -> str | None:
                     pass
             except SafetensorError as error:
                 return f"{name} is not readable ({error})"
-        elif _file_checksum(path, on_chunk) != state["sha256"].get(name):
+    found = _checksums([folder / name for name in state["files"] if state["sha256"]], on_chunk)
+    for name, checksum in found.items():
+        if checksum != state["sha256"].get(name):
             return f"the checksum of {name} is wrong: its bytes are not those that were written"
     return None
 
@@ -224,14 +238,26 @@ _STATE_TYPES: Mapping[str, Any] = {
 }
 
 
-def _file_checksum(path: Path, on_chunk: Callable[[], None]) -> str:
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    with reading_told(path), path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            on_chunk()
-    return digest.hexdigest()
+def _checksums(paths: Sequence[Path], on_chunk: Callable[[], None]) -> dict[str, str]:
+    """SHA-256 of files by name, some side by side; `on_chunk` runs every so often, and may raise to stop."""
+    given_up = threading.Event()
+
+    def checksum(path: Path) -> str:
+        digest = hashlib.sha256()
+        buffer = memoryview(bytearray(_CHUNK_BYTES))
+        with reading_told(path), path.open("rb", buffering=0) as file:
+            while (count := file.readinto(buffer)) and not given_up.is_set():
+                digest.update(buffer[:count])
+        return digest.hexdigest()
+
+    with ThreadPoolExecutor(max_workers=_FILES_AT_ONCE) as pool:
+        try:
+            futures = {path.name: pool.submit(checksum, path) for path in paths}
+            while wait(futures.values(), timeout=_PAUSE_SECONDS).not_done:
+                on_chunk()
+            return {name: future.result() for name, future in futures.items()}
+        finally:
+            given_up.set()
 
 
 def read_snapshot(folder: Path) -> Snapshot:

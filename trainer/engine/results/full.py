@@ -22,7 +22,7 @@ from trainer.families import components
 from trainer.files import atomic
 from trainer.files.weight_files import weight_files
 from trainer.modeling.base.base import component_texts, is_repository, tokenizer_files
-from trainer.modeling.tensor_file import Writable, require_whole, split_shards, take_part, write_tensors
+from trainer.modeling.tensor_file import Writable, require_whole, split_shards, take_part, write_files
 from trainer.telemetry.status import Phase
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def export_full(context: Context, model: Any, rows: RowParameters | None = None)
     state = _written(model, rows)
     if not context.ranks.first:
         context.status.beat(Phase.SAVE)
-        take_part(state)
+        take_part(split_shards(state, SHARD_BYTES))
         return context.ranks.from_first(target)
     require_whole(state, target, 0 if rows is None else rows.all_bytes)
     with atomic.whole_folder(target) as temporary:
@@ -93,12 +93,11 @@ def _write_shards(context: Context, model: Any, state: Mapping[str, Writable], f
     stem = "model" if isinstance(model, PreTrainedModel) else "diffusion_pytorch_model"
     metadata = {"format": "pt", **file_metadata(context)}
     shards = split_shards(state, SHARD_BYTES)
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        suffix = "" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"
-        name = f"{stem}{suffix}.safetensors"
-        write_tensors(folder / name, shard, metadata, lambda: context.status.beat(Phase.SAVE))
-        weight_map |= dict.fromkeys(shard, name)
+    suffixes = [f"-{number:05d}-of-{len(shards):05d}" for number in range(1, len(shards) + 1)]
+    names = [f"{stem}{suffix if len(shards) > 1 else ''}.safetensors" for suffix in suffixes]
+    files = {folder / name: shard for name, shard in zip(names, shards, strict=True)}
+    write_files(files, metadata, lambda: context.status.beat(Phase.SAVE))
+    weight_map = {tensor: path.name for path, shard in files.items() for tensor in shard}
     config = dict(context.source.component_config(context.family.trained_component))
     config.pop("quantization_config", None)
     if not context.family.trained_component:
