@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from trainer.config.value_types import (
     ALPHAS,
     RANKS,
+    ChatTemplate,
     Compute,
     ModelName,
     Modulation,
@@ -129,6 +130,9 @@ class DataSection(Section):
     turns from their ends; both are told."""
     learn: Literal["answers", "last_answer", "all"] = "answers"
     """Tokens of a conversation that the loss is on: the assistant's messages, the last of them, or all."""
+    chat_template: ChatTemplate = "auto"
+    """How conversations are written: `auto`, the tokenizer's own template; the name of a shipped one, such as
+    chatml (docs/data.md lists them); or a FILE.jinja. Saved with the result where it is not `auto`."""
     cache_dir: UserPath | None = None
     """Where encoded samples are kept; TRAINER_CACHE_DIR, else the user's cache folder, when not given."""
     cache_in_memory: Toggle = "auto"

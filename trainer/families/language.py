@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import AccessError, DataError
+from trainer.families import conversations
 from trainer.families.values import (
     ENDS,
     AttentionShape,
@@ -203,7 +204,9 @@ def answers(
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
     ends = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    # a base that was not made for chats does not know what ends an answer
+    known = {tokenizer.eos_token_id, conversations.answer_end(tokenizer)}
+    ends = {*known, *(ends if isinstance(ends, list) else [ends])} - {None}
     config = GenerationConfig(
         do_sample=False,
         # published models set these for sampling, of which transformers would warn

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from trainer.config.schema import LoraSection
 from trainer.data.records import Record
-from trainer.engine.caching.entries import data_fingerprint
+from trainer.engine.caching.entries import data_fingerprint, template_key
 from trainer.engine.context import Context
 from trainer.planning.choose.optimizers import SPLIT, second_beta_and_decay
 
@@ -39,8 +39,9 @@ REFUSED: Mapping[str, Sequence[str]] = {
     "gradient_accumulation_steps": ("train.gradient_accumulation_steps",),
     "optimizer": ("train.optimizer",),
     **{key: (key,) for key in (
-        "family", "method", "data.learn", "train.ema_decay", "lora.rank", "lora.alpha", "lora.target_modules",
-        "lora.type", "lora.dropout", "lora.rank_pattern", "lora.alpha_pattern", "lora.init_from",
+        "family", "method", "data.learn", "data.chat_template", "train.ema_decay",
+        "lora.rank", "lora.alpha", "lora.target_modules", "lora.type", "lora.dropout",
+        "lora.rank_pattern", "lora.alpha_pattern", "lora.init_from",
         "flow.weighting_scheme", "flow.logit_mean", "flow.logit_std", "flow.mode_scale", "flow.shift",
         "flow.guidance_scale",
     )},
@@ -124,8 +125,10 @@ def _configured(context: Context, key: str) -> str | None:
     value = vars(vars(config)[section] if section else config)[last]
     if section == "lora" and config.method != "lora":
         return None
-    if key == "data.learn" and family.encode_conversation is None:
+    if key in ("data.learn", "data.chat_template") and family.encode_conversation is None:
         return None
+    if key == "data.chat_template":  # a file by its content
+        return template_key(context) or "auto"
     if key == "lora.init_from":
         return None if value is None else hashlib.sha256(value.read_bytes()).hexdigest()[:16]
     if section == "flow":
@@ -149,6 +152,7 @@ UNRECORDED: Mapping[str, str] = {
     "sample_order": "collected by shape",
     "train.ema_decay": "None",
     "data.learn": "answers",
+    "data.chat_template": "auto",
     "lora.init_from": "nothing",
     **{f"lora.{key}": _text(value) for key, value in LoraSection() if key != "init_from"},
 }

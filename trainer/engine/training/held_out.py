@@ -18,7 +18,7 @@ import torch
 
 from trainer.data.records import Record
 from trainer.engine.caching.batches import draw_for, load_batch, to_device
-from trainer.engine.caching.entries import Entries, data_fingerprint, list_entries
+from trainer.engine.caching.entries import Entries, data_fingerprint, list_entries, template_key
 from trainer.engine.context import Context
 from trainer.engine.ranks import ALONE, Ranks
 from trainer.engine.results import proof
@@ -63,6 +63,7 @@ def held_out_entries(context: Context, records: Sequence[Record]) -> HeldOut | N
     draws = f"{_DRAWS} even draws"  # losses of other draws do not compare
     parts = [data_fingerprint(records), str(config.validation.seed), config.flow.model_dump_json(), draws]
     parts += [] if config.data.learn == "answers" else [f"learn {config.data.learn}"]
+    parts += [] if (template := template_key(context)) is None else [f"chat_template {template}"]
     return HeldOut(
         entries=list_entries(context, records),
         # nothing is drawn for a language model
