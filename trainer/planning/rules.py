@@ -65,7 +65,7 @@ def _talks(at: OfFamily) -> bool:
 FAMILY: tuple[Rule[OfFamily], ...] = (
     Rule(("data.sets", "validation.chat_file"),
          lambda at: _written(at, not _talks(at), {"chat_file": "", "dataset_info": ""},
-                             "validation.chat_file"),
+                             "validation.chat_file", "validation.dataset_info"),
          "`{key}`: {title} trains on images", "write `img_dir: DIR`, or use another family"),
     Rule(("data.sets", "validation.img_dir"),
          lambda at: _written(at, _talks(at), {"img_dir": ""}, "validation.img_dir"),

@@ -78,7 +78,11 @@ def test_older_checkpoints_stand_for_what_there_was(
     ("family", "method", "absent"),
     [
         ("llama", "lora", {"lora.init_from", *(key for key in REFUSED if key.startswith("flow."))}),
-        ("qwen_image", "full", {"data.learn", "data.chat_template", *(key for key in REFUSED if key.startswith("lora."))}),
+        (
+            "qwen_image",
+            "full",
+            {"data.learn", "data.chat_template", *(key for key in REFUSED if key.startswith("lora."))},
+        ),
     ],
 )
 def test_values_that_do_not_apply_are_left_out(family: str, method: str, absent: set[str]) -> None:

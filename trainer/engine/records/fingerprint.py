@@ -62,7 +62,8 @@ TOLD: Mapping[str, Sequence[str]] = {
     "tf32": ("features.tf32",),
     "vae_tiling": ("features.vae_tiling",),
     **{key: (key,) for key in (
-        "train.max_train_steps", "train.learning_rate", "train.lr_scheduler", "train.lr_warmup_steps",
+        "train.max_train_steps", "train.num_train_epochs", "train.learning_rate", "train.lr_scheduler",
+        "train.lr_warmup_steps",
         "train.lr_num_cycles", "train.lr_power", "train.max_grad_norm", "train.adam_beta1",
         "train.adam_beta2", "train.weight_decay", "train.adam_epsilon",
     )},
@@ -77,6 +78,7 @@ FREE: tuple[str, ...] = (
     "validation.prompts", "validation.every_steps", "validation.seed",
     "validation.num_inference_steps", "validation.guidance_scale", "validation.resolution",
     "validation.max_new_tokens", "validation.control_images", "validation.img_dir", "validation.chat_file",
+    "validation.columns", "validation.dataset_info", "validation.name",
     "validation.control_dir", "checkpoint.checkpointing_steps", "checkpoint.checkpoints_total_limit",
     "checkpoint.resume_from_checkpoint", "checkpoint.keep_best",
 )  # fmt: skip
