@@ -1,5 +1,5 @@
-"""Held-out conversations are named as training sets are: columns, and entries of a dataset_info.json; and names
-of chat templates.
+"""Held-out conversations are named as training sets are, with columns or as an entry of a dataset_info.json;
+and names of chat templates.
 """
 
 from __future__ import annotations
