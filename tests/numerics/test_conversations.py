@@ -48,7 +48,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 def counter(tokenizer: Any, folder: Path) -> Callable[[str], int]:
     """`token_counter` of a base with this tokenizer."""
     tokenizer.save_pretrained(folder)
-    source: Any = SimpleNamespace(folder=folder)
+    source: Any = SimpleNamespace(folder=folder, chat_template=None)
     return conversations.token_counter(source)
 
 

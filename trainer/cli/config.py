@@ -101,7 +101,9 @@ def check(layers: Layers) -> None:
     run = loaded.config
     chats = any(one.has_conversations for one in run.data.sets)
     size = f"rows of {run.data.max_sequence_length} tokens" if chats else f"{run.data.resolution} px"
-    what = f"{run.family}, {run.method}, {run.train.max_train_steps} steps, {size}"
+    epochs, steps = run.train.num_train_epochs, run.train.max_train_steps
+    length = f"{steps} steps" if epochs is None else f"{epochs:g} epochs"
+    what = f"{run.family}, {run.method}, {length}, {size}"
     say(f"ok: {what} -> {run.output_dir}")
 
 

@@ -34,6 +34,7 @@ def train(layers: Layers, no_probe: bool) -> int:
     from trainer.config import environment, launchers
     from trainer.engine.spec import Job
     from trainer.planning.data_rows import require_dataset, with_data
+    from trainer.planning.epochs import with_epochs
     from trainer.planning.kept_decisions import continued
     from trainer.planning.render import plan_text
 
@@ -42,7 +43,7 @@ def train(layers: Layers, no_probe: bool) -> int:
     if launch.rank:
         return follow_job(launch, "train")
     require_dataset(layers.dataset)
-    loaded = continued(launch.reconciled(layers.load()))
+    loaded = with_epochs(continued(launch.reconciled(layers.load())))
     port = environment.metrics_port()
     require_startable(loaded, port=port, writes_run=True)
     facts, plan = planned(loaded, probe=not no_probe)

@@ -80,9 +80,10 @@ def suggest_key(path: KeyPath) -> str:
     key, field = path[-1].lower().replace("-", "_"), field_at(path[:-1])
     parent = RunConfig if field is None else section_of(field.annotation)
     siblings = () if parent is None else tuple(parent.model_fields)
-    # `img_dir` of a set, for instance; `name` is mostly another trainer's for the run's
-    misplaced = dict.fromkeys(DataSet.model_fields.keys() - {"name"}, "data.sets")
+    # `img_dir` of a set, for instance
+    misplaced = dict.fromkeys(DataSet.model_fields, "data.sets")
     everywhere = {name.rpartition(".")[2]: name for name in reversed(dotted_keys())} | misplaced
+    del everywhere["name"]  # mostly another trainer's for the run's
     if path[-1] in dotted_keys():
         section, _, leaf = path[-1].partition(".")
         return f"nest it: `{section}:` on one line, `  {leaf}: ...` indented below it"

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from trainer.config.value_types import (
     ALPHAS,
     RANKS,
+    ChatTemplate,
     Compute,
     ModelName,
     Modulation,
@@ -129,6 +130,9 @@ class DataSection(Section):
     turns from their ends; both are told."""
     learn: Literal["answers", "last_answer", "all"] = "answers"
     """Tokens of a conversation that the loss is on: the assistant's messages, the last of them, or all."""
+    chat_template: ChatTemplate = "auto"
+    """How conversations are written: `auto`, the tokenizer's own template; the name of a shipped one, such as
+    chatml (docs/data.md lists them); or a FILE.jinja. Saved with the result where it is not `auto`."""
     cache_dir: UserPath | None = None
     """Where encoded samples are kept; TRAINER_CACHE_DIR, else the user's cache folder, when not given."""
     cache_in_memory: Toggle = "auto"
@@ -166,6 +170,9 @@ class TrainSection(Section):
 
     max_train_steps: Positive = 1500
     """Optimizer steps of the whole run."""
+    num_train_epochs: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
+    """Length of the run in epochs, in place of `max_train_steps`: an epoch holds every sample `repeats`
+    times. The plan and the run tell how many steps these are."""
     train_batch_size: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """The most images in one forward pass; those of a step that differ in shape take turns."""
     gradient_accumulation_steps: Positive = 1
@@ -305,11 +312,22 @@ class ValidationSection(Section):
     """Folder of images with captions for the validation loss, in place of `held_out`; never trained on."""
     chat_file: UserPath | None = None
     """File of conversations for the validation loss, in place of `held_out`; never trained on."""
+    columns: Columns | None = None
+    """Names of keys in the records of `chat_file`, as `data.sets.columns`."""
+    dataset_info: UserPath | None = None
+    """In place of `chat_file`, as `data.sets.dataset_info`."""
+    name: Text | None = None
+    """Entry of `dataset_info`."""
     control_dir: UserPath | Annotated[tuple[UserPath, ...], Field(min_length=1)] | None = None
     """Control images, like `data.sets.control_dir`, for the images in `validation.img_dir`."""
     control_images: tuple[UserPath | tuple[UserPath, ...], ...] = ()
     """For families that edit: the image, or list of images, that each of `prompts` edits; those of the first
     samples when not given."""
+
+    @property
+    def names_samples(self) -> bool:
+        """True where a folder or file of samples is named, in place of `held_out`."""
+        return any(path is not None for path in (self.img_dir, self.chat_file, self.dataset_info))
 
 
 class CheckpointSection(Section):

@@ -97,6 +97,16 @@ def merge(low: Node, high: Node) -> Node:
     return Node(value=value, source=high.source, whole=low.whole)
 
 
+def without(node: Node, path: KeyPath) -> Node:
+    """`node` without the value at `path`; as it is where there is none."""
+    if not isinstance(node.value, dict) or path[0] not in node.value:
+        return node
+    kept = {key: child for key, child in node.value.items() if key != path[0]}
+    if len(path) > 1:
+        kept = {key: kept.get(key, without(child, path[1:])) for key, child in node.value.items()}
+    return Node(value=kept, source=node.source, whole=node.whole)
+
+
 def leaves(node: Node, path: KeyPath = ()) -> dict[str, str]:
     """Dotted key -> source, for every scalar and every list in the tree."""
     found = {} if isinstance(node.value, dict) else {".".join(path): node.source}

@@ -66,6 +66,7 @@ Text = Annotated[str, Field(pattern=r"\S")]
 """Text with at least one character that is not white space."""
 Size = Annotated[Text, BeforeValidator(_require_size), "a size such as 24GiB or 24 GB"]
 ModelName = Annotated[Text, BeforeValidator(_expand_home)]
+ChatTemplate = Annotated[Text, BeforeValidator(_expand_home), "auto, a template's name or a FILE.jinja"]
 UserPath = Annotated[Path, BeforeValidator(_expand_home), BeforeValidator(_reject_empty)]
 """Relative paths start at the current directory, not at the file that names them."""
 

@@ -33,6 +33,7 @@ from trainer.engine.results.full import export_full, prove_full
 from trainer.engine.results.pictures import before_after, row, shown, write_png
 from trainer.engine.spec import Spec
 from trainer.engine.training import loop, state
+from trainer.engine.training.epochs import with_steps
 from trainer.engine.training.feed import varies
 from trainer.engine.training.graphs import Graphs
 from trainer.engine.training.held_out import HeldOut, held_out_entries, prove_best, restore_best
@@ -99,6 +100,7 @@ def train(context: Context, samples: Samples, spec: Spec) -> None:
 def _train(context: Context, samples: Samples, spec: Spec) -> None:
     samples = fit_lengths(context, samples)
     _require_one_set(context, samples)
+    context = with_steps(context, samples.training)
     start = _start(context, samples)
     context = start.context
     if context.ranks.first:

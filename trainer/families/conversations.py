@@ -5,11 +5,14 @@ learned. torch and transformers are imported inside the functions.
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
 from trainer.families.values import EntryKind, Learn
+from trainer.ways import chat_templates
 
 if TYPE_CHECKING:
     import torch
@@ -20,16 +23,66 @@ if TYPE_CHECKING:
 # templates that write today's date would make every day's tokens others; this is the date that Llama 3.1's
 # template writes where it is told none
 _DATE = "26 Jul 2024"
+_MARK = re.compile(r"<\|[^\s|<>]+\|>|<(?:start|end)_of_turn>")
+"""Texts that look like special tokens, in what a template of the user's writes."""
+_SHORTEST = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+_log = logging.getLogger(__name__)
 
 
 def load_tokenizer(
     kind: EntryKind, source: ModelSource, *, device: str, dtype: torch.dtype, vae_tiling: bool
 ) -> Any:
     """`Family.load_encoders`: the tokenizer, which lies beside the model."""
+    assert kind == "text", "a language model has no pixels"
+    tokenizer, problem = open_tokenizer(source)
+    if problem:
+        _log.warning("%s: %s", chat_templates.KEY, problem)
+    return tokenizer
+
+
+def open_tokenizer(source: ModelSource) -> tuple[Any, str]:
+    """The tokenizer with the run's chat template, and marks of a template of the user's that it splits, in
+    words. Raises ConfigError for a template that is none, and for a shipped one whose marks it splits.
+    """
+    from jinja2 import TemplateError
     from transformers import AutoTokenizer
 
-    assert kind == "text", "a language model has no pixels"
-    return AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+    if source.chat_template is None:
+        return tokenizer, ""
+    tokenizer.chat_template = source.chat_template
+    name = chat_templates.name_of(source.chat_template)
+    try:
+        written: Any = tokenizer.apply_chat_template(_SHORTEST, tokenize=False, date_string=_DATE)
+    except TemplateError as error:
+        what = f"the chat template does not write a conversation: {error}"
+        raise ConfigError(what, where=chat_templates.KEY, remedy="correct the file") from error
+    marks: Sequence[str] = _MARK.findall(written) if name is None else chat_templates.marks(name)
+    split = _split(tokenizer, marks)
+    if not split:
+        return tokenizer, ""
+    taken = [one for one in chat_templates.names() if not _split(tokenizer, chat_templates.marks(one))]
+    problem = f"the base's tokenizer does not have {', '.join(split)} as tokens, and splits them"
+    remedy = f"templates whose marks it has: {', '.join(taken)}; or name a base that has these tokens"
+    if name is not None:
+        raise ConfigError(f"{name}: {problem}", where=chat_templates.KEY, remedy=remedy)
+    return tokenizer, f"{problem}: generation ends at special tokens only ({remedy})"
+
+
+def _split(tokenizer: Any, marks: Sequence[str]) -> list[str]:
+    """Marks that are not one token each."""
+    known = tokenizer.get_vocab()
+    return [
+        mark for mark in dict.fromkeys(marks) if mark not in known or len(_tokens(tokenizer, mark)[0]) > 1
+    ]
+
+
+def answer_end(tokenizer: Any) -> int | None:
+    """The special token by which the chat template ends an answer; None where it writes none."""
+    written = _render(tokenizer, _SHORTEST, opened=False).rstrip()
+    ids, _ = _tokens(tokenizer, written)
+    token = tokenizer.added_tokens_decoder.get(ids[-1])
+    return ids[-1] if token is not None and token.special else None
 
 
 def encode_text(
@@ -84,9 +137,7 @@ def _require_fitting(messages: Sequence[Mapping[str, str]], ids: Sequence[int], 
 
 def token_counter(source: ModelSource) -> Callable[[str], int]:
     """`Family.conversation_tokens`: the tokens that `encode_text` makes of a conversation (JSON), counted."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+    tokenizer, _ = open_tokenizer(source)
 
     def count(text: str) -> int:
         whole = _render(tokenizer, json.loads(text), opened=False)
@@ -136,7 +187,8 @@ def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opened: bo
         raise DataError(
             "the base model's tokenizer has no chat template",
             where=tokenizer.name_or_path,
-            remedy="use a model that was made for chats, or put its chat_template.jinja into the folder",
+            remedy=f"name one: {chat_templates.KEY}: {', '.join(chat_templates.names())}, or FILE.jinja;"
+            " or use a model that was made for chats",
         )
     try:
         return tokenizer.apply_chat_template(

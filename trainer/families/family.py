@@ -156,6 +156,9 @@ class Family:
     """The model's output for a batch noised by a draw, with settings; the LoRA proof compares these."""
     own_loss: Callable[[Any, Batch], torch.Tensor] | None = None
     """The loss of a model and a batch where it is not that of the velocity that `predict` gives."""
+    own_scores: Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor]] | None = None
+    """`own_loss` and how many of each sample's learned tokens are the most likely ones, (B,) each, without
+    gradients; of families that learn tokens."""
     synthetic_batch: Callable[[Mapping[str, Any], Shape, int], Batch]
     """A random batch with the shapes of a real one, from the trained component's config.json and a seed."""
     preview: Callable[

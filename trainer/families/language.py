@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import AccessError, DataError
+from trainer.families import conversations
 from trainer.families.values import (
     ENDS,
     AttentionShape,
@@ -146,16 +147,47 @@ def losses(model: Any, batch: Batch) -> torch.Tensor:
     Logits exist for learned tokens only, `LOGITS_TOKENS` at a time. In fp16, whose gradients are scaled, and
     through a head with an adapter they exist again in the backward pass, else once.
     """
+    targets, factors = _learned(batch)
+    states, labels = _predicting(model, batch, targets)
+    return _by_sample(batch, targets, _token_losses(model.lm_head, states, labels, factors))
+
+
+def scores(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Family.own_scores`: `losses`, and how many learned tokens of each conversation are the most likely
+    ones, (n,) each; of equal logits the first one is. Logits exist as in `losses`.
+    """
     import torch
 
+    targets, factors = _learned(batch)
+    with torch.no_grad():
+        states, labels = _predicting(model, batch, targets)
+        found = _token_losses(model.lm_head, states, labels, factors)
+        parts = zip(states.split(LOGITS_TOKENS), labels.split(LOGITS_TOKENS), strict=True)
+        hits = [model.lm_head(part).argmax(dim=-1) == label for part, label in parts]
+    correct = torch.cat(hits).float() if hits else torch.zeros_like(factors)
+    return _by_sample(batch, targets, found), _by_sample(batch, targets, correct)
+
+
+def _learned(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places in the row of the tokens that are learned, and their weights, (N,) each."""
     weight = batch.text["loss_weight"][0].float()
     targets = weight.nonzero()[:, 0]
+    return targets, weight.index_select(0, targets)
+
+
+def _predicting(model: Any, batch: Batch, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """States (N, D) that predict the tokens at `targets`, and these tokens (N,)."""
     # the token before predicts; it is of the same conversation, because no first token is learned
     states = hidden_states(model, batch)[0].index_select(0, targets - 1)
-    labels = batch.text["input_ids"][0].index_select(0, targets)
-    found = _token_losses(model.lm_head, states, labels, weight.index_select(0, targets))
-    by_token = torch.zeros_like(weight).index_copy(0, targets, found)
-    samples = by_token.split(batch.text["lengths"].tolist())[: batch.size]
+    return states, batch.text["input_ids"][0].index_select(0, targets)
+
+
+def _by_sample(batch: Batch, targets: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Sums (n,) over each conversation of values that belong to `targets`."""
+    import torch
+
+    by_token = torch.zeros_like(batch.text["loss_weight"][0], dtype=torch.float32)
+    samples = by_token.index_copy(0, targets, values).split(batch.text["lengths"].tolist())[: batch.size]
     return torch.stack([part.sum() for part in samples])
 
 
@@ -203,7 +235,9 @@ def answers(
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
     ends = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    # a base that was not made for chats does not know what ends an answer
+    known = {tokenizer.eos_token_id, conversations.answer_end(tokenizer)}
+    ends = {*known, *(ends if isinstance(ends, list) else [ends])} - {None}
     config = GenerationConfig(
         do_sample=False,
         # published models set these for sampling, of which transformers would warn

@@ -68,6 +68,7 @@ LLAMA = Family(
     draw=lambda settings, positions, latents: None,
     predict=predict,
     own_loss=language.losses,
+    own_scores=language.scores,
     synthetic_batch=language.synthetic_batch,
     preview=language.answers,
     save_adapter=language.save_adapter,

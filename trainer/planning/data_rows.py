@@ -1,38 +1,49 @@
-"""The plan's row on the data set: how many images there are, and how often the run sees each."""
+"""The plan's row on the data set: how many samples there are, and how often the run sees each."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from pathlib import Path
 
-from trainer import families
 from trainer.config.schema import RunConfig
 from trainer.errors import DataError
+from trainer.planning.epochs import Counted, count
 from trainer.planning.plan import Decision, Plan
-from trainer.planning.shapes.set_look import samples
 
 
 def with_data(plan: Plan, config: RunConfig) -> Plan:
-    """The plan with a row on the data, where all sets are folders of this disk that are counted at once."""
-    listed = samples(config.data.sets, families.get(config.family))
-    if listed is None:
+    """The plan with a row on the data, where all sets are on this disk and are counted at once; without the
+    counts a row only where the run's length is written in epochs.
+    """
+    found, epochs, steps = count(config), config.train.num_train_epochs, config.train.max_train_steps
+    if found is None and epochs is None:
         return plan
-    images = [len(every) for every in listed]
-    held_out = min(config.validation.held_out, sum(images))
-    longer = math.lcm(*(max(1, one.random_crop) * (2 if one.flip else 1) for one in config.data.sets))
-    epoch = longer * sum(one.repeats * count for one, count in zip(config.data.sets, images, strict=True))
-    epoch -= longer * held_out
-    if epoch < 1:
-        return plan
-    steps = config.train.max_train_steps
-    seen = steps * config.train.train_batch_size * config.train.gradient_accumulation_steps
-    reason = f"by their names; {steps} steps see {seen} samples: {seen / epoch:.1f} epochs of {epoch}"
-    if held_out:
-        reason += f", {held_out} held out"
-    row = Decision("data", f"{sum(images)} images", "facts", reason)
+    if found is None:
+        reason = f"the run counts the steps of {epochs:g} epochs; this plan is for {steps} steps"
+        row = Decision("data", "not counted", "facts", reason)
+    else:
+        row = _row(found, config)
     return dataclasses.replace(plan, decisions=(*plan.decisions, row))
+
+
+def _row(found: Counted, config: RunConfig) -> Decision:
+    epochs, steps = config.train.num_train_epochs, config.train.max_train_steps
+    if found.tokens:
+        kind, how, about = "conversations", "by their rows, tokens by four bytes each", "about "
+    else:
+        kind, how, about = "images", "by their names", ""
+    if epochs is not None:
+        what = f"{epochs:g} epochs of {found.in_epoch} are {about}{steps} steps"
+    elif found.tokens:
+        what = f"{steps} steps are about {found.epochs(config, steps):.1f} epochs of {found.in_epoch}"
+    else:
+        seen = steps * config.train.train_batch_size * config.train.gradient_accumulation_steps
+        what = (
+            f"{steps} steps see {seen} samples: {found.epochs(config, steps):.1f} epochs of {found.in_epoch}"
+        )
+    held_out = f", {found.held_out} held out" if found.held_out else ""
+    return Decision("data", f"{found.samples} {kind}", "facts", f"{how}; {what}{held_out}")
 
 
 def require_dataset(path: Path | None) -> None:

@@ -65,7 +65,7 @@ def _talks(at: OfFamily) -> bool:
 FAMILY: tuple[Rule[OfFamily], ...] = (
     Rule(("data.sets", "validation.chat_file"),
          lambda at: _written(at, not _talks(at), {"chat_file": "", "dataset_info": ""},
-                             "validation.chat_file"),
+                             "validation.chat_file", "validation.dataset_info"),
          "`{key}`: {title} trains on images", "write `img_dir: DIR`, or use another family"),
     Rule(("data.sets", "validation.img_dir"),
          lambda at: _written(at, _talks(at), {"img_dir": ""}, "validation.img_dir"),
@@ -88,6 +88,10 @@ FAMILY: tuple[Rule[OfFamily], ...] = (
     Rule(("data.learn",),
          lambda at: _written(at, not _talks(at) and at.config.data.learn != "answers", {}, "data.learn"),
          "`{key}`: {title} trains on images, and captions are not learned", "leave it out"),
+    Rule(("data.chat_template",),
+         lambda at: _written(at, not _talks(at) and at.config.data.chat_template != "auto", {},
+                             "data.chat_template"),
+         "`{key}`: {title} trains on images, and a caption is no conversation", "leave it out"),
     Rule(("data.sets",), lambda at: _written(at, _talks(at), _ABOUT_IMAGES),
          "`{key}`: {title} trains on conversations, and {why}", "leave it out"),
 )  # fmt: skip

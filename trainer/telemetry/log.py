@@ -59,12 +59,18 @@ def step_line(record: StepRecord) -> str:
         if record.tokens_per_second is None
         else f"{record.tokens_per_second:.0f} tokens/s",
     ]
+    if record.learned_tokens_per_second is not None:
+        parts.append(f"{record.learned_tokens_per_second:.0f} learned/s")
     if record.mfu is not None:
         parts.append(f"{record.model_tflops:.0f} TFLOP/s ({record.mfu:.0%} of bf16's peak)")
     if record.device_memory_peak_bytes:
         parts.append(f"peak {record.device_memory_peak_bytes / GIB:.1f} GiB")
     if record.validation_loss is not None:
         parts.append(f"validation {record.validation_loss:.4f}")
+    if record.validation_perplexity is not None:
+        parts.append(f"perplexity {record.validation_perplexity:.4g}")
+    if record.validation_token_accuracy is not None:
+        parts.append(f"token accuracy {100 * record.validation_token_accuracy:.1f} %")
     return "  ".join(parts)
 
 

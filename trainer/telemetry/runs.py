@@ -111,10 +111,12 @@ def _figures(folder: Path, config: Mapping[str, str], rows: Sequence[Mapping[str
         "family": config.get("family", ""),
         "method": config.get("method", ""),
         "state": _state(folder),
-        "step": f"{last.get('step', 0)}/{config.get('train.max_train_steps', '?')}",
+        "step": f"{last.get('step', 0)}/{_length(config)}",
         "loss": _short(last.get("loss")),
         "held-out loss": held_out.removeprefix("held-out loss "),
         "s/step": _short(last.get("seconds_per_step")),
+        "tokens/s": _whole(last.get("tokens_per_second")),
+        "learned/s": _whole(last.get("learned_tokens_per_second")),
         "TFLOP/s": _short(last.get("model_tflops")),
         "MFU": f"{last['mfu']:.0%}" if last.get("mfu") is not None else "",
         "peak GiB": f"{peak / GIB:.1f}" if peak else "",
@@ -127,6 +129,16 @@ def _state(folder: Path) -> str:
     if any(folder.glob("lora/*.safetensors")) or any(folder.glob("model/**/*.safetensors")):
         return "finished"
     return "resumable" if any((folder / "checkpoints").glob("step-*")) else "begun"
+
+
+def _length(config: Mapping[str, str]) -> str:
+    """The run's length as it was written: steps, or epochs."""
+    epochs = config.get("train.num_train_epochs", "null")
+    return config.get("train.max_train_steps", "?") if epochs == "null" else f"{epochs} epochs"
+
+
+def _whole(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
 
 
 def _short(value: float | None) -> str:

@@ -84,7 +84,7 @@ def test_names_here(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "sft.yaml", "--names"]) == 0
     out = capsys.readouterr().out
     assert "\n     4  cutoff_len -> data.max_sequence_length: a longer conversation is an error" in out
-    assert "\n     5  template -> none: " in out
+    assert "\n     5  template -> data.chat_template: the tokenizer's own unless written" in out
 
 
 def test_json_has_everything(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

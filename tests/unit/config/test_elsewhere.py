@@ -48,7 +48,8 @@ def test_no_word_is_in_two_rows_or_ours() -> None:
     leaves = {key.rpartition(".")[2]: key for key in fields.dotted_keys()} | {
         key: key for key in RunConfig.model_fields
     }
-    assert not [name for name in NAMES if name in leaves]
+    # a set's entry of a dataset_info.json has this one too; elsewhere it is mostly the run's
+    assert [name for name in NAMES if name in leaves] == ["name"]
 
 
 def test_every_row_leads_to_a_key_of_ours_or_says_why_there_is_none() -> None:

@@ -57,6 +57,8 @@ def test_the_document_has_the_tables() -> None:
         ({}, {"lora.type": "lora", "lora.dropout": "0.0", "train.ema_decay": "None"}, [], []),
         ({}, {"data.learn": "answers"}, [], []),
         ({}, {"data.learn": "all"}, [Change(name="data.learn", old="answers", new="all")], []),
+        ({}, {"data.chat_template": "auto"}, [], []),
+        ({}, {"data.chat_template": "ab"}, [Change(name="data.chat_template", old="auto", new="ab")], []),
         ({}, {"lora.type": "dora"}, [Change(name="lora.type", old="lora", new="dora")], []),
         ({}, {"lora.init_from": "ab"}, [Change(name="lora.init_from", old="nothing", new="ab")], []),
         ({"lora.init_from": "ab"}, {}, [Change(name="lora.init_from", old="ab", new="nothing")], []),
@@ -76,14 +78,20 @@ def test_older_checkpoints_stand_for_what_there_was(
     ("family", "method", "absent"),
     [
         ("llama", "lora", {"lora.init_from", *(key for key in REFUSED if key.startswith("flow."))}),
-        ("qwen_image", "full", {"data.learn", *(key for key in REFUSED if key.startswith("lora."))}),
+        (
+            "qwen_image",
+            "full",
+            {"data.learn", "data.chat_template", *(key for key in REFUSED if key.startswith("lora."))},
+        ),
     ],
 )
 def test_values_that_do_not_apply_are_left_out(family: str, method: str, absent: set[str]) -> None:
     sections = {"train": TrainSection(), "lora": LoraSection(), "data": DataSection.model_construct()}
     flow = FlowSection(weighting_scheme="mode")
     plan: dict[str, Any] = dict.fromkeys((field.name for field in dataclasses.fields(Plan)), "as planned")
-    source = SimpleNamespace(identity="x", revision=None, weights="", component_config=lambda name: {})
+    source = SimpleNamespace(
+        identity="x", revision=None, weights="", chat_template=None, component_config=lambda name: {}
+    )
     config = SimpleNamespace(family=family, method=method, flow=flow, **sections)
     context: Any = SimpleNamespace(
         config=config, family=families.get(family), plan=SimpleNamespace(**plan), source=source

@@ -41,7 +41,9 @@ def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Journal]:
 
 def log(book: Journal, step: int) -> dict[str, Any]:
     values = {"loss": 1.0, "learning_rate": 1e-4, "grad_norm": 1.0}
-    book.log_step(**values, step=step, steps=1, samples=2, tokens=0, flops=5e13, validation=None)
+    book.log_step(
+        **values, step=step, steps=1, samples=2, tokens=0, learned_tokens=0, flops=5e13, validation=None
+    )
     row: dict[str, Any] = json.loads((book.context.run_dir / METRICS_LOG).read_text().splitlines()[-1])
     return row
 

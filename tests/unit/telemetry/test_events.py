@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import subprocess
 import sys
@@ -132,3 +133,24 @@ log.restart_after(1)
 assert "torch" not in sys.modules and "tensorflow" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_tensorboard_has_perplexity_accuracy_and_tokens(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    log.restart_after(-1)
+    first = ValidationRecord(
+        step=0,
+        validation_loss=1.0,
+        validation_data="a",
+        validation_perplexity=2.75,
+        validation_token_accuracy=0.5,
+    )
+    log.record(first)
+    step = record(3, validation_loss=0.5)
+    log.record(dataclasses.replace(step, tokens_per_second=64.0, learned_tokens_per_second=16.0))
+    log.close()
+    accumulator = EventAccumulator(str(tmp_path))
+    accumulator.Reload()
+    found = {tag: [one.value for one in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+    assert found["validation/perplexity"] == [2.75] and found["validation/token_accuracy"] == [0.5]
+    assert found["speed/tokens_per_second"] == [64.0] and found["speed/learned_tokens_per_second"] == [16.0]

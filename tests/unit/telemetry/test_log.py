@@ -125,3 +125,18 @@ def test_a_full_disk_under_the_log_is_said_once(tmp_path: Path, capsys: pytest.C
         "step 1",
         "step 2",
     ]
+
+
+def test_a_language_models_line_has_tokens_and_what_is_measured_of_them() -> None:
+    one = dataclasses.replace(
+        record(120, validation_loss=1.25),
+        planned_steps=1500,
+        tokens_per_second=8123.4,
+        learned_tokens_per_second=2045.6,
+        validation_perplexity=3.4903,
+        validation_token_accuracy=0.6125,
+    )
+    line = log.step_line(one)
+    assert "8123 tokens/s  2046 learned/s" in line and "samples/s" not in line
+    assert line.endswith("validation 1.2500  perplexity 3.49  token accuracy 61.3 %")
+    assert "perplexity" not in log.step_line(record(120, validation_loss=1.25))

@@ -102,6 +102,10 @@ def measured(step: int, loss: float | None, data: str | None = "a") -> dict[str,
     return row | ({} if data is None else {"validation_data": data})
 
 
+def words(perplexity: float | None, accuracy: float) -> dict[str, object]:
+    return {"validation_perplexity": perplexity, "validation_token_accuracy": accuracy}
+
+
 @pytest.mark.parametrize(
     ("rows", "line"),
     [
@@ -121,6 +125,23 @@ def measured(step: int, loss: float | None, data: str | None = "a") -> dict[str,
         ([measured(0, 0.9, "b"), measured(20, 0.2)], "held-out loss 0.2"),
         ([measured(0, None), measured(20, 0.2)], "held-out loss not finite -> 0.2"),
         ([measured(0, 0.2), measured(20, None)], "held-out loss 0.2 -> not finite"),
+        (
+            [measured(0, 2.0) | words(7.389, 0.25), measured(20, 1.0) | words(2.718, 0.6251)],
+            "held-out loss 2 -> 1 (-50 %), perplexity 7.39 -> 2.72, token accuracy 25.0 % -> 62.5 %",
+        ),
+        (
+            [measured(0, 0.9, "b") | words(2.5, 0.1), measured(20, 1.0) | words(2.718, 0.6)],
+            "held-out loss 1, perplexity 2.72, token accuracy 60.0 %",
+        ),
+        # a checkpoint of an older trainer
+        (
+            [measured(0, 2.0), measured(20, 1.0) | words(2.718, 0.6)],
+            "held-out loss 2 -> 1 (-50 %), perplexity 2.72, token accuracy 60.0 %",
+        ),
+        (
+            [measured(0, 2.0) | words(7.389, 0.25), measured(20, None) | words(None, 0.0)],
+            "held-out loss 2 -> not finite, perplexity 7.39 -> not finite, token accuracy 25.0 % -> 0.0 %",
+        ),
     ],
 )
 def test_the_held_out_loss_is_compared_with_what_was_measured_alike(

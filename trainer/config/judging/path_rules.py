@@ -8,7 +8,8 @@ from pathlib import Path
 
 from trainer.config import environment
 from trainer.config.judging.rule import Clash, Context, Rule
-from trainer.words.near import closest
+from trainer.ways import chat_templates
+from trainer.words.near import closest, did_you_mean
 
 _NAME_BYTES, _PATH_BYTES = 255, 4095
 """The longest name and path, in bytes, that Linux takes."""
@@ -82,6 +83,16 @@ def _resume_word(context: Context) -> Iterator[Clash]:
         yield {"remedy": remedy}
 
 
+def _no_template(context: Context) -> Iterator[Clash]:
+    value, names = context.config.data.chat_template, (chat_templates.AUTO, *chat_templates.names())
+    if value in names or (value.endswith(chat_templates.SUFFIX) and known(Path(value).is_file)):
+        return
+    is_file = value.endswith(chat_templates.SUFFIX)
+    what = "is no file" if is_file else f"is neither {', '.join(names)} nor a {chat_templates.SUFFIX} file"
+    hint = "" if is_file else did_you_mean(value, names)
+    yield {"what": what, "remedy": f"{hint}name one of them, or a FILE{chat_templates.SUFFIX} of your own"}
+
+
 def _paths(context: Context) -> Iterator[tuple[str, Path, str, int]]:
     """Key, path and place of every path of ours, and the bytes to be left beside its last name."""
     config = context.config
@@ -122,6 +133,8 @@ RULES: tuple[Rule[Context], ...] = (
          at=("output_dir",)),
     Rule(("output_dir", "data.cache_dir"), _folders_are_files,
          "`{key}`: {folder} is a file", "write a folder; it is made if it does not exist"),
+    Rule((chat_templates.KEY,), _no_template,
+         "`data.chat_template`: {data.chat_template} {what}", "{remedy}"),
     Rule((_RESUME,), _resume_word,
          "`checkpoint.resume_from_checkpoint`: \"{checkpoint.resume_from_checkpoint}\" is neither auto, never"
          " nor a folder", "{remedy}"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from trainer.config import fields
 from trainer.config.judging import path_rules
 from trainer.config.judging.rule import Clash, Context, Rule
-from trainer.config.schema import RunConfig, ValidationSection
+from trainer.config.schema import DataSet, RunConfig, ValidationSection
 from trainer.ways.storages import frozen
 from trainer.words.near import did_you_mean
 
@@ -27,7 +27,7 @@ _RECOMPUTE, _MODEL = "features.activation_checkpointing", "model.pretrained_mode
 
 def _validates(config: RunConfig) -> bool:
     held_out = config.validation
-    return bool(held_out.held_out or held_out.img_dir is not None or held_out.chat_file is not None)
+    return bool(held_out.held_out or held_out.names_samples)
 
 
 def keeps_best(config: RunConfig) -> bool:
@@ -45,6 +45,9 @@ _UNUSED: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str, str], ..
     (("flow.mode_scale",),
      lambda run: run.flow.weighting_scheme != "mode",
      "without `flow.weighting_scheme: mode`", "remove it, or write that scheme"),
+    (("train.max_train_steps",),
+     lambda run: run.train.num_train_epochs is not None,
+     "with `train.num_train_epochs`: both say how long the run is", "remove one of them"),
     (("validation.control_dir",),
      lambda run: run.validation.img_dir is None,
      "without `validation.img_dir`", "remove it, or write img_dir"),
@@ -154,16 +157,22 @@ def _sets_of_two_kinds(context: Context) -> Iterator[Clash]:
             yield {"index": str(index), "key": key, "first": written[0], "other": other}
 
 
+def _sets(config: RunConfig) -> Iterator[tuple[str, DataSet | ValidationSection]]:
+    """Each training set, and what names the held-out samples, by the key above its own."""
+    yield from ((f"data.sets.{index}", one) for index, one in enumerate(config.data.sets))
+    yield "validation", config.validation
+
+
 def _sets_of_half(context: Context) -> Iterator[Clash]:
-    for index, one in enumerate(context.config.data.sets):
+    for above, one in _sets(context.config):
         if (one.dataset_info is None) != (one.name is None):
             there, absent = ("name", "dataset_info") if one.dataset_info is None else ("dataset_info", "name")
             why, remedy = f"has no effect without `{absent}`", f"add `{absent}: {_EXAMPLES[absent]}`"
-            yield {"key": f"data.sets.{index}.{there}", "why": why, "remedy": remedy}
+            yield {"key": f"{above}.{there}", "why": why, "remedy": remedy}
 
 
 def _bad_columns(context: Context) -> Iterator[Clash]:
-    for index, one in enumerate(context.config.data.sets):
+    for above, one in _sets(context.config):
         if one.columns is None:
             continue
         names, why, remedy = list(one.columns.named), "", "remove one of them"
@@ -177,7 +186,7 @@ def _bad_columns(context: Context) -> Iterator[Clash]:
         elif "messages" not in names and not {"prompt", "response"} <= {*names}:
             why, remedy = "does not say where conversations are", "name messages, or prompt and response"
         if why:
-            key = f"data.sets.{index}.columns"
+            key = f"{above}.columns"
             where = context.blame(*(name for name in context.sources if name.startswith(f"{key}.")), key)
             yield {"key": key, "where": where, "why": why, "remedy": remedy}
 
@@ -192,8 +201,15 @@ def _same_set_twice(context: Context) -> Iterator[Clash]:
 
 def _held_out(validation: ValidationSection) -> tuple[str, Path | None]:
     """Key and path of the samples for the validation loss."""
-    kind = "chat_file" if validation.img_dir is None and validation.chat_file is not None else "img_dir"
-    return f"validation.{kind}", vars(validation)[kind]
+    kind = next((key for key in _KINDS if vars(validation)[key] is not None), "img_dir")
+    path = vars(validation)[kind]
+    return f"validation.{kind}", path / (validation.name or "") if kind == "dataset_info" else path
+
+
+def _held_out_twice(context: Context) -> Iterator[Clash]:
+    first, *others = [key for key in _KINDS if vars(context.config.validation)[key] is not None] or [""]
+    for other in others:
+        yield {"key": f"validation.{other}", "first": f"validation.{first}"}
 
 
 def _held_out_two_ways(context: Context) -> Iterator[Clash]:
@@ -308,8 +324,9 @@ RULES: tuple[Rule[Context], ...] = (
          and at.config.model.dtype not in ("fp16", "fp32"),
          "features.compute is bf16, but features.weights is fp32", "leave one of them out",
          at=("features.compute",)),
-    Rule(("train.lr_warmup_steps", "train.max_train_steps"),
-         lambda at: at.config.train.lr_warmup_steps >= at.config.train.max_train_steps,
+    Rule(("train.lr_warmup_steps", "train.max_train_steps", "train.num_train_epochs"),
+         lambda at: at.config.train.num_train_epochs is None
+         and at.config.train.lr_warmup_steps >= at.config.train.max_train_steps,
          "`train.lr_warmup_steps` is {train.lr_warmup_steps}, but `train.max_train_steps` is"
          " {train.max_train_steps} ({@train.max_train_steps})",
          "a run must be longer than its warm-up: a tenth of the steps is plenty"),
@@ -333,8 +350,10 @@ RULES: tuple[Rule[Context], ...] = (
     Rule(("data.sets",), _sets_of_nothing, "`data.sets.{index}.img_dir` is missing", "add `img_dir: DIR`"),
     Rule(("data.sets",), _sets_of_two_kinds, "`data.sets.{index}` has both `{first}` and `{other}`",
          "make it two sets, or remove one of them"),
-    Rule(("data.sets",), _sets_of_half, "`{key}` {why}", "{remedy}"),
-    Rule(("data.sets",), _bad_columns, "`{key}` {why}", "{remedy}"),
+    Rule(("data.sets", "validation"), _sets_of_half, "`{key}` {why}", "{remedy}"),
+    Rule(("data.sets", "validation"), _bad_columns, "`{key}` {why}", "{remedy}"),
+    Rule(("validation",), _held_out_twice, "`{key}` and `{first}` both name held-out samples",
+         "remove one of them"),
     Rule(("data.sets",), _same_set_twice, "`{key}`: {path} is a set already ({first})",
          "remove it, and write `repeats: 2` in the other"),
     Rule(("data.sets",), lambda at: all(one.is_reg for one in at.config.data.sets),

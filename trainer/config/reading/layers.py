@@ -8,7 +8,7 @@ from pathlib import Path
 from trainer.config import fields
 from trainer.config.environment import CONFIG_PREFIX
 from trainer.config.reading import strict_yaml
-from trainer.config.tree import KeyPath, Node, at, from_plain
+from trainer.config.tree import KeyPath, Node, at, from_plain, merge, without
 from trainer.errors import Problem
 
 CHAT_SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -76,6 +76,19 @@ def from_options(
         (("parallel", "gpus"), gpus, "--gpus"),
     )
     return [(at(path, from_plain(value, source)), []) for path, value, source in values if value is not None]
+
+
+LENGTHS = (("train", "max_train_steps"), ("train", "num_train_epochs"))
+"""Keys of which the highest layer that writes one says how long the run is."""
+
+
+def merged(low: Node, high: Node) -> Node:
+    """`high` over `low`, whose other length of the run is left out where `high` writes one."""
+    written = [path for path in LENGTHS if (node := high.get(path)) is not None and node.value is not None]
+    for path in LENGTHS if len(written) == 1 else ():
+        if path not in written:
+            low = without(low, path)
+    return merge(low, high)
 
 
 def _assign(path: KeyPath, text: str, source: str) -> Layer:

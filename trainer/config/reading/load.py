@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -69,15 +69,14 @@ def load(
         raise ConfigError(_sorted(problems))  # with a layer missing, what else is wrong cannot be told
 
     empty = Node(value={}, source=", ".join(map(str, paths)) or "configuration")
-    from_files, given = reduce(merge, _trees(files), empty), _trees(chosen)
-    user = reduce(merge, [*given, *_trees(single)], from_files)
+    from_files, given = reduce(layers.merged, _trees(files), empty), _trees(chosen)
+    user = reduce(layers.merged, [*given, *_trees(single)], from_files)
     family, unknown = _family(user, tuple(family_defaults))
     defaults = from_plain(family_defaults[family] if family else {}, f"family {family}")
     tree = Node(value=merge(defaults, user).value, source=empty.source)
 
     config, bad, wrong = validate(tree)
-    problems += [*unknown, *wrong]
-    sources = _sources(tree, config)
+    problems, sources = [*problems, *unknown, *wrong], _sources(tree, config)
     if config is not None:
         context = Context(config=config, sources=sources, environ=environ, lora_presets=lora_presets or {})
         problems += check(RULES, context, bad)
@@ -85,6 +84,7 @@ def load(
         raise ConfigError(_sorted(problems))
     assert config is not None
     notes = presets.told(given, from_files, sources, unused_keys(config))
+    notes += _replaced_length(_trees(files + chosen + single), config, sources)
     if dataset is not None:
         notes += _others_pictures(config, sources["validation.img_dir"])
     return Loaded(config=config, sources=sources, notes=tuple(notes), warnings=warnings)
@@ -102,6 +102,16 @@ def with_settings(loaded: Loaded, values: Mapping[str, Any]) -> Loaded:
     if problems:
         raise ConfigError(problems)
     return replace(loaded, config=config, sources=sources)
+
+
+def _replaced_length(trees: Sequence[Node], config: RunConfig, sources: Mapping[str, str]) -> Iterator[str]:
+    """A note of every value that another layer's length of the run, by the other key, takes the place of."""
+    steps, epochs = layers.LENGTHS
+    kept, other = (steps, epochs) if config.train.num_train_epochs is None else (epochs, steps)
+    name, replaced = ".".join(kept), ".".join(other)
+    for node in filter(None, (tree.get(other) for tree in trees)):
+        if node.value is not None:
+            yield f"{name} ({sources[name]}) takes the place of {replaced}: {node.value} ({node.source})"
 
 
 def _others_pictures(config: RunConfig, source: str) -> list[str]:

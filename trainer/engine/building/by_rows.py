@@ -29,6 +29,7 @@ def _through(root: Root, family: Family) -> Family:
     changed: Mapping[str, Any] = {
         "predict": inside(family.predict),
         "own_loss": None if family.own_loss is None else inside(family.own_loss),
+        "own_scores": None if family.own_scores is None else inside(family.own_scores),
         "preview": inside(family.preview),
     }
     return dataclasses.replace(family, **changed)

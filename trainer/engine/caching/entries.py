@@ -210,7 +210,15 @@ def _parts(context: Context, kind: EntryKind) -> dict[str, str]:
         return parts | {"tiling": str(context.plan.vae_tiling)}
     if stored is not None:
         parts["stored"] = stored
+    if (template := template_key(context)) is not None:
+        parts["chat_template"] = template
     return parts | {"max_sequence_length": str(context.config.data.max_sequence_length)}
+
+
+def template_key(context: Context) -> str | None:
+    """The chat template by its content, where the run names one; None for the tokenizer's own."""
+    text = context.source.chat_template
+    return None if text is None else hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def precision(context: Context, kind: EntryKind) -> tuple[torch.dtype, str | None]:

@@ -45,10 +45,15 @@ def scan_samples(
     noun = f"{family.sample_kind}s"
     scans = {f"checking {noun}": config}
     validation = config.validation
-    separate = validation.img_dir is not None or validation.chat_file is not None
+    separate = validation.names_samples
     if separate:
         held_out_set = DataSet(
-            img_dir=validation.img_dir, control_dir=validation.control_dir, chat_file=validation.chat_file
+            img_dir=validation.img_dir,
+            control_dir=validation.control_dir,
+            chat_file=validation.chat_file,
+            columns=validation.columns,
+            dataset_info=validation.dataset_info,
+            name=validation.name,
         )
         # captions, sizes and trigger word as in training
         data = config.data.model_copy(update={"sets": (held_out_set,)})

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from trainer.config.schema import LoraSection
 from trainer.data.records import Record
-from trainer.engine.caching.entries import data_fingerprint
+from trainer.engine.caching.entries import data_fingerprint, template_key
 from trainer.engine.context import Context
 from trainer.planning.choose.optimizers import SPLIT, second_beta_and_decay
 
@@ -39,8 +39,9 @@ REFUSED: Mapping[str, Sequence[str]] = {
     "gradient_accumulation_steps": ("train.gradient_accumulation_steps",),
     "optimizer": ("train.optimizer",),
     **{key: (key,) for key in (
-        "family", "method", "data.learn", "train.ema_decay", "lora.rank", "lora.alpha", "lora.target_modules",
-        "lora.type", "lora.dropout", "lora.rank_pattern", "lora.alpha_pattern", "lora.init_from",
+        "family", "method", "data.learn", "data.chat_template", "train.ema_decay",
+        "lora.rank", "lora.alpha", "lora.target_modules", "lora.type", "lora.dropout",
+        "lora.rank_pattern", "lora.alpha_pattern", "lora.init_from",
         "flow.weighting_scheme", "flow.logit_mean", "flow.logit_std", "flow.mode_scale", "flow.shift",
         "flow.guidance_scale",
     )},
@@ -61,7 +62,8 @@ TOLD: Mapping[str, Sequence[str]] = {
     "tf32": ("features.tf32",),
     "vae_tiling": ("features.vae_tiling",),
     **{key: (key,) for key in (
-        "train.max_train_steps", "train.learning_rate", "train.lr_scheduler", "train.lr_warmup_steps",
+        "train.max_train_steps", "train.num_train_epochs", "train.learning_rate", "train.lr_scheduler",
+        "train.lr_warmup_steps",
         "train.lr_num_cycles", "train.lr_power", "train.max_grad_norm", "train.adam_beta1",
         "train.adam_beta2", "train.weight_decay", "train.adam_epsilon",
     )},
@@ -76,6 +78,7 @@ FREE: tuple[str, ...] = (
     "validation.prompts", "validation.every_steps", "validation.seed",
     "validation.num_inference_steps", "validation.guidance_scale", "validation.resolution",
     "validation.max_new_tokens", "validation.control_images", "validation.img_dir", "validation.chat_file",
+    "validation.columns", "validation.dataset_info", "validation.name",
     "validation.control_dir", "checkpoint.checkpointing_steps", "checkpoint.checkpoints_total_limit",
     "checkpoint.resume_from_checkpoint", "checkpoint.keep_best",
 )  # fmt: skip
@@ -124,8 +127,10 @@ def _configured(context: Context, key: str) -> str | None:
     value = vars(vars(config)[section] if section else config)[last]
     if section == "lora" and config.method != "lora":
         return None
-    if key == "data.learn" and family.encode_conversation is None:
+    if key in ("data.learn", "data.chat_template") and family.encode_conversation is None:
         return None
+    if key == "data.chat_template":  # a file by its content
+        return template_key(context) or "auto"
     if key == "lora.init_from":
         return None if value is None else hashlib.sha256(value.read_bytes()).hexdigest()[:16]
     if section == "flow":
@@ -149,6 +154,7 @@ UNRECORDED: Mapping[str, str] = {
     "sample_order": "collected by shape",
     "train.ema_decay": "None",
     "data.learn": "answers",
+    "data.chat_template": "auto",
     "lora.init_from": "nothing",
     **{f"lora.{key}": _text(value) for key, value in LoraSection() if key != "init_from"},
 }

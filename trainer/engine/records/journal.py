@@ -90,6 +90,7 @@ class Journal:
         steps: int,
         samples: int,
         tokens: int,
+        learned_tokens: int,
         flops: float,
         validation: ValidationRecord | None,
     ) -> str:
@@ -108,6 +109,7 @@ class Journal:
             seconds_per_step=seconds / steps,
             samples_per_second=samples / seconds,
             tokens_per_second=tokens / seconds if tokens else None,
+            learned_tokens_per_second=learned_tokens / seconds if tokens else None,
             model_tflops=tflops,
             mfu=tflops / peak if peak else None,
             device_memory_peak_bytes=held + torch.cuda.max_memory_allocated(),  # 0 on a CPU, as the next two
@@ -115,8 +117,12 @@ class Journal:
             device_memory_reserved_peak_bytes=held + torch.cuda.max_memory_reserved(),
             validation_loss=None if validation is None else validation.validation_loss,
             validation_data=None if validation is None else validation.validation_data,
+            validation_perplexity=None if validation is None else validation.validation_perplexity,
+            validation_token_accuracy=None if validation is None else validation.validation_token_accuracy,
             steps=steps,
             samples=samples,
+            tokens=tokens,
+            learned_tokens=learned_tokens,
             planned_steps=self.context.config.train.max_train_steps,
         )
         for sink in self._figures:

@@ -68,7 +68,7 @@ def start(context: Context, records: Sequence[Record]) -> Start:
             raise ConfigError(
                 f"the newest checkpoint is of step {snapshot.step}, beyond max_train_steps {total}",
                 where=str(folder),
-                remedy="raise train.max_train_steps, or choose another output_dir",
+                remedy="raise train.max_train_steps, or train.num_train_epochs, or choose another output_dir",
             )
         relabels = _tell_changes(context, snapshot, settings, succeeding)
         checkpoint.set_aside(context.run_dir / "checkpoints", snapshot.step, context.say)

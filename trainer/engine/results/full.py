@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from trainer.engine.context import Context
 from trainer.engine.records.checkpoint import SHARD_BYTES
+from trainer.engine.results.chat_files import write_chat_files
 from trainer.engine.results.proof import file_metadata
 from trainer.errors import DataError, DivergedError
 from trainer.families import components
@@ -115,6 +116,7 @@ def _write_shards(context: Context, model: Any, state: Mapping[str, Writable], f
         # the folder is the whole model: with its tokenizer it loads by itself
         for file in tokenizer_files(context.source.folder):
             shutil.copyfile(file, folder / file.name)
+        write_chat_files(context.source, folder)
 
 
 def saved_state(model: Any) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from trainer import families
 from trainer.config.reading.load import Loaded
+from trainer.engine.results.chat_files import write_chat_files
 from trainer.errors import ConfigError, DataError
 from trainer.families.family import Family
 from trainer.files import atomic
@@ -43,6 +44,7 @@ def merge(loaded: Loaded, source: ModelSource, lora: Path, target: Path, say: Ca
     with atomic.whole_folder(target) as temporary:
         with atomic.no_space_told(target):
             _copy_others(family, source, temporary)
+            write_chat_files(source, temporary)
         _merge_shards(family, source, adapter, temporary, say)
     return len(adapter.layers)
 

@@ -18,6 +18,7 @@ from trainer import __version__
 from trainer.config.secrets import redacted
 from trainer.engine.caching.batches import synthetic
 from trainer.engine.context import Context
+from trainer.engine.results.chat_files import write_chat_files
 from trainer.errors import DataError, DivergedError, Problem
 from trainer.families.family import Family
 from trainer.families.values import Shape
@@ -134,7 +135,10 @@ def _move(source: Path, folder: Path) -> None:
 
 
 def write_lora(context: Context, model: Any, folder: Path) -> Path:
-    """Write the adapter on `model` into `folder`, not proved. Raises StorageError."""
+    """Write the adapter on `model` into `folder`, not proved, with the tokenizer of a chat template that the
+    run names. Raises StorageError.
+    """
+    write_chat_files(context.source, folder)
     state, config = lora.adapter_state(model), lora.adapter_config(model)
     path = folder / f"{context.run_dir.resolve().name}.safetensors"
     return save_adapter(context.family, state, config, file_metadata(context), path)

@@ -6,11 +6,12 @@ import dataclasses
 import functools
 import itertools
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.data.records import Record
 from trainer.data.sampler import MicroBatch, Sampler
 from trainer.engine.caching.batches import draw_for, load_batch, row_tokens
 from trainer.engine.caching.entries import Entries, TextEntry
@@ -49,7 +50,7 @@ class Fed:
 
 def make_sampler(context: Context, entries: Entries) -> Sampler:
     """The run's steps, parted by the family's batch key with and without the caption."""
-    family, config, plan = context.family, context.config, context.plan
+    family, config = context.family, context.config
     count = len(entries.records)
     latents = [entries.headers[one.key] for one in entries.latents] or [{}] * count
     texts = _text_headers(context, entries, entries.texts)
@@ -58,11 +59,26 @@ def make_sampler(context: Context, entries: Entries) -> Sampler:
     if family.packed_by is not None:
         sizes = [header[family.packed_by][0] for header in texts]
         row_size = config.data.max_sequence_length
+    keys = [family.batch_key(*pair) for pair in zip(latents, texts, strict=True)]
+    dropped_keys = [family.batch_key(*pair) for pair in zip(latents, empties, strict=True)]
+    return sampler_of(context, entries.records, keys, dropped_keys, sizes, row_size)
+
+
+def sampler_of(
+    context: Context,
+    records: Sequence[Record],
+    keys: Sequence[Hashable],
+    dropped_keys: Sequence[Hashable],
+    sizes: Sequence[int],
+    row_size: int,
+) -> Sampler:
+    """The run's steps of records with these keys and sizes, as `Sampler` takes them."""
+    config, plan = context.config, context.plan
     return Sampler(
-        keys=[family.batch_key(*pair) for pair in zip(latents, texts, strict=True)],
-        dropped_keys=[family.batch_key(*pair) for pair in zip(latents, empties, strict=True)],
-        repeats=[record.repeats for record in entries.records],
-        contents=[record.content_sha256 for record in entries.records],
+        keys=keys,
+        dropped_keys=dropped_keys,
+        repeats=[record.repeats for record in records],
+        contents=[record.content_sha256 for record in records],
         sizes=sizes,
         row_size=row_size,
         rows=plan.micro_batch_size * plan.accumulation_steps,

@@ -18,15 +18,16 @@ import torch
 
 from trainer.data.records import Record
 from trainer.engine.caching.batches import draw_for, load_batch, to_device
-from trainer.engine.caching.entries import Entries, data_fingerprint, list_entries
+from trainer.engine.caching.entries import Entries, data_fingerprint, list_entries, template_key
 from trainer.engine.context import Context
 from trainer.engine.ranks import ALONE, Ranks
 from trainer.engine.results import proof
 from trainer.errors import DataError, StorageError
-from trainer.families.values import Batch
+from trainer.families.family import Family
+from trainer.families.values import Batch, Draw
 from trainer.files import atomic
 from trainer.modeling.adapter import lora
-from trainer.telemetry.sinks.records import ValidationRecord
+from trainer.telemetry.sinks.records import ValidationRecord, written_values
 from trainer.telemetry.status import Phase
 
 _DRAWS = 4
@@ -63,6 +64,7 @@ def held_out_entries(context: Context, records: Sequence[Record]) -> HeldOut | N
     draws = f"{_DRAWS} even draws"  # losses of other draws do not compare
     parts = [data_fingerprint(records), str(config.validation.seed), config.flow.model_dump_json(), draws]
     parts += [] if config.data.learn == "answers" else [f"learn {config.data.learn}"]
+    parts += [] if (template := template_key(context)) is None else [f"chat_template {template}"]
     return HeldOut(
         entries=list_entries(context, records),
         # nothing is drawn for a language model
@@ -94,8 +96,8 @@ def measure(
         ranks.agreed(lambda: found.append(load(record)))
         return found[0]
 
-    def own_share() -> tuple[torch.Tensor, list[float]]:
-        losses: list[torch.Tensor] = []
+    def own_share() -> _Share:
+        losses, correct = list[torch.Tensor](), list[torch.Tensor]()
         weights: list[float] = []
         for record in ranks.in_lockstep(count) if together else range(ranks.rank, count, ranks.size):
             loaded = load_in_turn(record) if together else load(record)
@@ -104,23 +106,63 @@ def measure(
                 draw = draw_for(family, loaded, settings, [record * _DRAWS + number])
                 batch, draw = to_device(loaded, draw, context.device, context.dtype)
                 weights.append(batch.weight)
-                with torch.no_grad():
-                    losses.append(family.loss(model, batch, draw, settings).sum())
+                loss, hits = _scores(family, model, batch, draw, settings)
+                losses.append(loss)
+                correct.extend(hits)
             context.status.beat(Phase.TRAIN if step else Phase.FIRST_STEP, step=step, total=total_steps)
-        return torch.stack(losses).cpu() if losses else torch.zeros(0), weights
+        return _on_host(losses), weights, _on_host(correct)
 
     model.eval()  # without an adapter's dropout
     shares = ranks.gathered(own_share()) if together else ranks.agreed(own_share)
     model.train(was_training)
-    # added in the records' order, in fp32: the same bits for any number of ranks
-    total, weight = torch.zeros(()), 0.0
+    loss, accuracy = _means(shares, count, draws)
+    perplexity = None if accuracy is None else _exp(loss)
+    of_tokens = {"validation_perplexity": perplexity, "validation_token_accuracy": accuracy}
+    return ValidationRecord(step=step, validation_loss=loss, validation_data=held_out.data, **of_tokens)
+
+
+_Share = tuple[torch.Tensor, list[float], torch.Tensor]
+"""Of a rank's samples and draws in their order: losses, weights, and correct tokens, none where none are
+learned."""
+
+
+def _scores(
+    family: Family, model: Any, batch: Batch, draw: Draw | None, settings: Any
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Sum of a batch's losses, and of its correct tokens, none where none are learned."""
+    with torch.no_grad():
+        if family.own_scores is None:
+            return family.loss(model, batch, draw, settings).sum(), []
+        losses, correct = family.own_scores(model, batch)
+        return losses.sum(), [correct.sum()]
+
+
+def _on_host(values: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(values).cpu() if values else torch.zeros(0)
+
+
+def _means(shares: Sequence[_Share], count: int, draws: int) -> tuple[float, float | None]:
+    """Mean loss, and the share of learned tokens that are correct, of all ranks' samples.
+
+    Added in the records' order, losses in fp32: the same bits for any number of ranks.
+    """
+    total, weight, correct = torch.zeros(()), 0.0, 0.0
     for record in range(count):
-        share, first = shares[record % ranks.size], record // ranks.size * draws
+        (losses, weights, hits), first = shares[record % len(shares)], record // len(shares) * draws
         for number in range(first, first + draws):
-            total += share[0][number]
-            weight += share[1][number]
-    loss = float(total.item()) / weight
-    return ValidationRecord(step=step, validation_loss=loss, validation_data=held_out.data)
+            total += losses[number]
+            weight += weights[number]
+            correct += float(hits[number]) if len(hits) else 0.0
+    learns_tokens = any(len(hits) for _, _, hits in shares)
+    return float(total.item()) / weight, correct / weight if learns_tokens else None
+
+
+def _exp(loss: float) -> float:
+    """exp, infinite where no number is as large."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def keep_best(context: Context, model: Any, record: ValidationRecord) -> None:
@@ -140,7 +182,7 @@ def keep_best(context: Context, model: Any, record: ValidationRecord) -> None:
             new.mkdir(parents=True)
         path = proof.write_lora(context, model, new)
         proof.write_twin(context, model, new)
-        row = {"file": path.name, **vars(record)}
+        row = {"file": path.name, **written_values(record)}
         # last: with it the folder is whole
         atomic.write_text(new / RECORD, json.dumps(row, indent=1, sort_keys=True) + "\n")
     except StorageError:

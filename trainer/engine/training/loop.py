@@ -33,7 +33,13 @@ from trainer.modeling.attention.text_lengths import padded_text
 from trainer.modeling.blocks.compiled import graphs_compiled, mark_varying
 from trainer.modeling.seeds import seeded
 from trainer.telemetry.progress import Progress, progress
-from trainer.telemetry.sinks.records import METRICS_LOG, ValidationRecord, read_metrics
+from trainer.telemetry.sinks.records import (
+    METRICS_LOG,
+    ValidationRecord,
+    of_tokens,
+    read_metrics,
+    written_values,
+)
 from trainer.telemetry.status import Phase
 
 _SAVED = (StoppedError, OutOfMemoryError, DataError)
@@ -165,6 +171,7 @@ def _one_step(run: Work, state: State, steps: together.Steps) -> None:
     state.timed_steps += 1
     state.interval_samples += sum(len(fed.micro_batch) for fed in step)
     state.interval_tokens += sum(fed.tokens for fed in step)
+    state.interval_learned += sum(int(fed.weight) for fed in step if fed.tokens)
     state.interval_flops += sum(run.flops(fed.micro_batch) for fed in step)
     context.status.beat(Phase.TRAIN, step=state.step, total=total, item_done=True)
 
@@ -317,7 +324,7 @@ def _look_before(run: Run, state: State) -> None:
     if record is not None:
         run.journal.log_validation(record)
         when = f"of step {step}, measured now" if step else "before the first step"
-        context.say(f"held-out loss {when}: {record.validation_loss:.4f}")
+        context.say(f"held-out loss {when}: {record.validation_loss:.4f}{of_tokens(written_values(record))}")
     if draws:
         together.require_equal(run, state)
         with beside_training(run):
@@ -360,11 +367,12 @@ def _log(run: Run, state: State, validation: ValidationRecord | None) -> str:
         steps=state.timed_steps,
         samples=state.interval_samples,
         tokens=state.interval_tokens,
+        learned_tokens=state.interval_learned,
         flops=state.interval_flops,
         validation=validation,
     )
     state.interval_loss.zero_()
     state.interval_steps.zero_()
-    state.timed_steps = state.interval_samples = state.interval_tokens = 0
+    state.timed_steps = state.interval_samples = state.interval_tokens = state.interval_learned = 0
     state.interval_flops = 0.0
     return line

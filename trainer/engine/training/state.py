@@ -61,9 +61,11 @@ class State:
     """Steps of this sum."""
     step: int = 0
     timed_steps: int = 0
-    """Since the last line of the log, or since this process started; so are the next three."""
+    """Since the last line of the log, or since this process started; so are the next four."""
     interval_samples: int = 0
     interval_tokens: int = 0
+    interval_learned: int = 0
+    """Tokens that the loss is on."""
     interval_flops: float = 0.0
     grad_norm: torch.Tensor | None = None
     flag: HostFlag | None = None

@@ -24,6 +24,7 @@ from trainer.modeling.base.base import (
     local_folder,
     read_config,
 )
+from trainer.ways import chat_templates
 
 if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
@@ -48,6 +49,8 @@ class ModelSource:
     """Seed of random weights."""
     quantized_to: str | None = None
     """`int8` or `nf4`: storage `load_component` gives layers of text encoders; None: the type asked for."""
+    chat_template: str | None = None
+    """Text of the run's chat template in place of the tokenizer's own; None: the tokenizer's."""
 
     @property
     def weights(self) -> str:
@@ -103,7 +106,8 @@ def resolve_source(
     .safetensors of theirs; nothing but configs is downloaded then.
     A repository that is here already is used without asking the hub, so that a resumed run finds the commit
     that it began with; `update` asks for the newest. `on_start` and `on_bytes` are those of `hub.download`.
-    Raises ConfigError (no such folder), AccessError (incomplete, gated, not found, offline), NoSpaceError.
+    Raises ConfigError (no such folder, or chat template), AccessError (incomplete, gated, not found,
+    offline), NoSpaceError.
     """
     identity, model = config.model.pretrained_model_name_or_path, config.model
     base = base_at(local_folder(config), config, components, trained=trained)
@@ -128,6 +132,7 @@ def resolve_source(
         revision=revision,
         random_components=base.built,
         seed=config.train.seed,
+        chat_template=chat_templates.text_of(config.data.chat_template),
     )
 
 

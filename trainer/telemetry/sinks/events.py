@@ -43,10 +43,13 @@ class EventLog:
                 "speed/samples_per_second": record.samples_per_second,
                 "memory/device_peak_gib": record.device_memory_peak_bytes / GIB,
                 "speed/tokens_per_second": record.tokens_per_second,
+                "speed/learned_tokens_per_second": record.learned_tokens_per_second,
                 "speed/model_tflops": record.model_tflops,
                 "speed/mfu": record.mfu,
             }
         values["validation/loss"] = record.validation_loss
+        values["validation/perplexity"] = record.validation_perplexity
+        values["validation/token_accuracy"] = record.validation_token_accuracy
         scalars = [
             Summary.Value(tag=tag, simple_value=value) for tag, value in values.items() if value is not None
         ]

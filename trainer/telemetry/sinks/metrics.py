@@ -50,10 +50,21 @@ METRICS: tuple[Metric, ...] = (
     Metric(name="trainer_planned_steps", help="Optimizer steps that the run will do in all."),
     Metric(name="trainer_loss", help="Training loss, mean since the log step before."),
     Metric(name="trainer_validation_loss", help="Loss on held-out samples at fixed noise."),
+    Metric(name="trainer_validation_perplexity",
+           help="exp of the loss on held-out samples, of a language model; 0 of others."),
+    Metric(name="trainer_validation_token_accuracy",
+           help="Share of the held-out samples' learned tokens that are the most likely ones."),
     Metric(name="trainer_learning_rate", help="Learning rate of the last step."),
     Metric(name="trainer_grad_norm", help="Norm of the gradients before clipping."),
     Metric(name="trainer_samples_total", kind="counter",
            help="Samples trained on since the process started."),
+    Metric(name="trainer_tokens_total", kind="counter",
+           help="Tokens trained on since the process started, without padding, of a language model."),
+    Metric(name="trainer_learned_tokens_total", kind="counter",
+           help="Those that the loss is on."),
+    Metric(name="trainer_tokens_per_second",
+           help="Tokens a second of a language model, mean since the log step before; 0 of others."),
+    Metric(name="trainer_learned_tokens_per_second", help="Those that the loss is on."),
     Metric(name="trainer_step_seconds", kind="histogram",
            help="Time of an optimizer step; each step counts with the mean since the log step before."),
     Metric(name="trainer_model_tflops",
@@ -122,6 +133,11 @@ def build_registry(writer: Literal["run", "supervisor"]) -> Registry:
     )
 
 
+def _known(**values: float | None) -> dict[str, float]:
+    """The values that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
 class RunMetrics:
     """The training process's metrics. Counts and checkpoints are published with the next record or phase."""
 
@@ -167,13 +183,22 @@ class RunMetrics:
                 "trainer_device_memory_reserved_bytes": record.device_memory_reserved_bytes,
                 "trainer_last_step_timestamp_seconds": time.time(),
             }
-            more = {"trainer_model_tflops": record.model_tflops, "trainer_mfu_ratio": record.mfu}
-            values |= {name: value for name, value in more.items() if value is not None}
+            values |= _known(
+                trainer_model_tflops=record.model_tflops,
+                trainer_mfu_ratio=record.mfu,
+                trainer_tokens_per_second=record.tokens_per_second,
+                trainer_learned_tokens_per_second=record.learned_tokens_per_second,
+            )
             self._registry.counters["trainer_samples_total"].inc(record.samples)
+            self._registry.counters["trainer_tokens_total"].inc(record.tokens)
+            self._registry.counters["trainer_learned_tokens_total"].inc(record.learned_tokens)
             for _ in range(record.steps):
                 self._registry.histograms["trainer_step_seconds"].observe(record.seconds_per_step)
-        if record.validation_loss is not None:
-            values["trainer_validation_loss"] = record.validation_loss
+        values |= _known(
+            trainer_validation_loss=record.validation_loss,
+            trainer_validation_perplexity=record.validation_perplexity,
+            trainer_validation_token_accuracy=record.validation_token_accuracy,
+        )
         for name, value in values.items():
             self._registry.gauges[name].set(value)
         self.write()

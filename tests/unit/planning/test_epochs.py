@@ -1,0 +1,91 @@
+"""Epochs and steps in the plan: of pictures as the sampler takes them, of conversations about."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.planning.conftest import machine
+from tests.unit.planning.test_keeping import pictures, with_sets
+from tests.unit.planning.test_resolve import Config, plan, row
+from trainer.config.reading.load import Loaded
+from trainer.config.schema import DataSet, RunConfig, changed
+from trainer.data.sampler import Sampler
+from trainer.planning.data_rows import with_data
+from trainer.planning.epochs import with_epochs
+from trainer.planning.shapes.geometry import Geometry
+
+
+def of_epochs(asked: RunConfig, epochs: float) -> RunConfig:
+    """The configuration with the steps that the plan finds for so many epochs."""
+    asked = changed(asked, {"train.num_train_epochs": epochs})
+    return with_epochs(Loaded(config=asked, sources={})).config
+
+
+@pytest.mark.parametrize("epochs", [0.3, 1, 2.5, 7])
+@pytest.mark.parametrize(("batch", "accumulation"), [(1, 1), (2, 3), (1, 50)])
+def test_pictures_take_the_steps_of_the_sampler(
+    config: Config, tmp_path: Path, epochs: float, batch: int, accumulation: int
+) -> None:
+    asked = config(train__train_batch_size=batch, train__gradient_accumulation_steps=accumulation)
+    one = DataSet(img_dir=pictures(tmp_path / "a", 7), repeats=2)
+    other = DataSet(img_dir=pictures(tmp_path / "b", 3), flip=True)
+    found = of_epochs(with_sets(asked, one, other), epochs)
+    # views make the epoch longer: two of each of the three, and the share of the others kept
+    repeats = [4] * 7 + [1] * 6
+    sampler = Sampler(
+        keys=[()] * 13,
+        dropped_keys=[()] * 13,
+        repeats=repeats,
+        contents=[*range(13)],
+        sizes=[1] * 13,
+        row_size=1,
+        rows=batch * accumulation,
+        rows_at_once=batch,
+        caption_dropout_rate=0.0,
+        seed=0,
+    )
+    seen = steps = 0
+    while seen < epochs * sum(repeats) - 1e-9:
+        seen += sum(map(len, sampler.step(steps)))
+        steps += 1
+    assert found.train.max_train_steps == steps
+
+
+def test_the_plan_prints_steps_of_epochs_and_epochs_of_steps(
+    config: Config, geometry: Geometry, tmp_path: Path
+) -> None:
+    asked = config(train__gradient_accumulation_steps=4, train__max_train_steps=30, validation__held_out=2)
+    asked = with_sets(asked, DataSet(img_dir=pictures(tmp_path / "a", 22)))
+    found = plan(asked, machine("h200"), geometry)
+    assert (
+        "30 steps see 120 samples: 6.0 epochs of 20, 2 held out"
+        in row(with_data(found, asked), "data").reason
+    )
+    epochs = of_epochs(asked, 3)
+    assert "3 epochs of 20 are 15 steps, 2 held out" in row(with_data(found, epochs), "data").reason
+    unknown = of_epochs(with_sets(asked, DataSet(img_dir=tmp_path / "none")), 3)
+    decision = row(with_data(found, unknown), "data")
+    assert (decision.value, unknown.train.max_train_steps) == ("not counted", 30)
+    assert "the run counts the steps of 3 epochs; this plan is for 30 steps" in decision.reason
+
+
+def test_conversations_are_counted_about(config: Config, geometry: Geometry, tmp_path: Path) -> None:
+    file, table = tmp_path / "c.jsonl", tmp_path / "d.json"
+    file.write_text("".join(json.dumps({"text": "x" * 390}) + "\n" for _ in range(11)))
+    table.write_text(json.dumps([{"text": "y" * 390}] * 5))
+    asked = config(
+        data__max_sequence_length=500, train__gradient_accumulation_steps=2, train__max_train_steps=30,
+        validation__held_out=1,
+    )  # fmt: skip
+    asked = with_sets(asked, DataSet(chat_file=file), DataSet(chat_file=table, repeats=2))
+    found = plan(asked, machine("h200"), geometry)
+    # 402 bytes a row are 100 tokens: 20 rows of 21 an epoch, 2 tokens more or less; 1000 tokens a step
+    decision = row(with_data(found, asked), "data")
+    assert decision.value == "16 conversations"
+    assert "30 steps are about 14.9 epochs of 20, 1 held out" in decision.reason
+    epochs = of_epochs(asked, 10)
+    assert epochs.train.max_train_steps == 21
+    assert "10 epochs of 20 are about 21 steps" in row(with_data(found, epochs), "data").reason

@@ -1,0 +1,115 @@
+"""How many samples an epoch of the data set holds, and how many steps these are, before anything is loaded.
+
+Pictures are counted by their names, so that their steps are those of the run where no file is left out.
+Conversations are counted by their rows, and their tokens guessed from bytes: the run asks the tokenizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer import families
+from trainer.config.reading.load import Loaded
+from trainer.config.schema import DataSet, RunConfig, changed
+from trainer.data.conversations.dataset_info import read_entry
+from trainer.data.conversations.files import read_rows
+from trainer.errors import TrainerError
+from trainer.planning.shapes.set_look import samples
+
+_BYTES_A_TOKEN = 4.0
+"""Bytes of JSON that become one token, about; of English."""
+_MOST_BYTES = 64 << 20
+"""Size of a file of conversations that is read for a row of the plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """The samples of a run's sets."""
+
+    samples: int
+    """Files or rows."""
+    held_out: int
+    in_epoch: int
+    """Samples trained on in one epoch: each `repeats` times, and each of its views."""
+    tokens: float = 0.0
+    """Tokens of an epoch of conversations, about; 0 for pictures."""
+
+    def steps(self, config: RunConfig, epochs: float) -> int:
+        """Optimizer steps of so many epochs; of conversations about."""
+        train = config.train
+        rows = train.train_batch_size * train.gradient_accumulation_steps
+        if self.tokens:
+            return max(1, math.ceil(epochs * self.tokens / (rows * config.data.max_sequence_length)))
+        return max(1, -(-math.ceil(round(epochs * self.in_epoch, 6)) // rows))
+
+    def epochs(self, config: RunConfig, steps: int) -> float:
+        """Epochs of so many optimizer steps; of conversations about."""
+        train = config.train
+        rows = steps * train.train_batch_size * train.gradient_accumulation_steps
+        if self.tokens:
+            return rows * config.data.max_sequence_length / self.tokens
+        return rows / self.in_epoch
+
+
+def with_epochs(loaded: Loaded) -> Loaded:
+    """`loaded` with the steps of `train.num_train_epochs` as `train.max_train_steps`, as far as they are
+    known here; as it is where the length is written in steps, or the samples are not counted.
+    """
+    epochs, found = loaded.config.train.num_train_epochs, None
+    if epochs is not None:
+        found = count(loaded.config)
+    if epochs is None or found is None:
+        return loaded
+    steps = {"train.max_train_steps": found.steps(loaded.config, epochs)}
+    return dataclasses.replace(loaded, config=changed(loaded.config, steps))
+
+
+def count(config: RunConfig) -> Counted | None:
+    """The samples of the sets; None where they are not on this disk, or too many to be counted at once."""
+    sets = config.data.sets
+    if any(one.has_conversations for one in sets):
+        return _conversations(config)
+    listed = samples(sets, families.get(config.family))
+    if listed is None:
+        return None
+    images = [len(every) for every in listed]
+    held_out = min(config.validation.held_out, sum(images))
+    longer = math.lcm(*(max(1, one.random_crop) * (2 if one.flip else 1) for one in sets))
+    epoch = longer * sum(one.repeats * number for one, number in zip(sets, images, strict=True))
+    epoch -= longer * held_out
+    return Counted(samples=sum(images), held_out=held_out, in_epoch=epoch) if epoch >= 1 else None
+
+
+def _conversations(config: RunConfig) -> Counted | None:
+    rows, epoch, size = 0, 0, 0
+    for one in config.data.sets:
+        try:
+            found = _row_sizes(one)
+        except (TrainerError, OSError):  # the run says what is wrong with it
+            return None
+        if found is None:
+            return None
+        rows += len(found)
+        epoch += one.repeats * len(found)
+        size += one.repeats * sum(found)
+    held_out = min(config.validation.held_out, rows)
+    left = epoch - held_out
+    if left < 1:
+        return None
+    tokens = size / _BYTES_A_TOKEN * left / epoch
+    return Counted(samples=rows, held_out=held_out, in_epoch=left, tokens=tokens)
+
+
+def _row_sizes(one: DataSet) -> list[int] | None:
+    """Bytes of each conversation of a set; None for a file that is too large, or of another kind."""
+    path: Path | None = one.chat_file
+    if one.dataset_info is not None and one.name is not None:
+        path, _ = read_entry(one.dataset_info, one.name)
+    if path is None or path.stat().st_size > _MOST_BYTES:
+        return None
+    contents = (content for _, _, content in read_rows(path))
+    return [len(one if isinstance(one, bytes) else json.dumps(one)) for one in contents]
