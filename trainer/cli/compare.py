@@ -66,10 +66,12 @@ def compare(
     own code: 70 where one diverged.
     """
     from trainer.cli.jobs import plain_environment
+    from trainer.config import environment, launchers
     from trainer.engine.comparing import differences, report
     from trainer.engine.comparing import rounds as running
     from trainer.engine.comparing.plot import write_plot
 
+    launchers.found(environment.snapshot()).require_one("compare")
     extent = running.Extent(steps=steps, warmup=warmup, rounds=rounds, learn=learn or 0)
     extent.require_timed_steps()
     _require_writable(layers.output, record, plot)
@@ -119,11 +121,9 @@ def _planned(named: Sequence[tuple[str, Layers]], *, own_seed: bool) -> list[Var
     Raises ConfigError and HardwareError as a run of them would, HardwareError too where a GPU is busy.
     """
     from trainer.cli.measure import planned
-    from trainer.config import environment, launchers
     from trainer.engine.comparing import child
     from trainer.engine.comparing.variants import LETTERS, Variant
 
-    launchers.found(environment.snapshot()).require_one("compare")
     loaded = [layers.load() for _, layers in named]
     for one in loaded:
         child.require_idle(child.gpus_of(planned(one, probe=False)[1]), patience=0.0)
