@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     from trainer.engine.comparing.variants import Variant
 
-_COUNT = click.IntRange(min=1)
+_COUNT, _ANY = click.IntRange(min=1), click.IntRange(min=0)
 
 
 @shown_below_options
@@ -27,13 +28,7 @@ _COUNT = click.IntRange(min=1)
 )
 @click.option("--steps", type=_COUNT, default=30, show_default=True, help="Timed steps of each run.")
 @click.option("--warmup", type=_COUNT, default=10, show_default=True, help="Steps before them.")
-@click.option(
-    "--rounds",
-    type=click.IntRange(min=0),
-    default=2,
-    show_default=True,
-    help="Runs of each variant: A B, B A.",
-)
+@click.option("--rounds", type=_ANY, default=2, show_default=True, help="Runs of each variant: A B, B A.")
 @click.option(
     "--learn", metavar="N", type=_COUNT, help="Also run N steps of each, and A with another seed: losses."
 )
@@ -51,46 +46,38 @@ def compare(
 ) -> int:
     """Run configurations in turn, and say whether one is faster, and with --learn whether it learns as well.
     \f
-    Without --vary each CONFIG is a variant; with it they are laid over each other as `trainer train` does.
-    Every run is a `trainer train` of its own, with A's seed and cache, so the same samples in the same order;
-    checkpoints, previews and held-out losses are off. GPUs must be idle: another program's work is refused
-    (69) by its name. What the plans differ in is said first: a ratio is that of all of it together.
-    "no difference" stands where 1 lies in the 95 % interval of the ratio (bootstrap within rounds).
+    Without --vary each CONFIG is a variant; with it they are laid over each other. Each run is a `trainer
+    train` with A's seed and cache: the same samples in the same order, no checkpoints, no previews. GPUs must
+    be idle, else the other program is named (69). What the plans differ in is said first: a ratio is that of
+    all of it. "no difference": 1 lies in the ratio's 95 % interval. docs/compare.md has the rest.
 
     Examples:
       trainer compare train_configs/llama_full.yaml --vary features.compute=bf16,fp8
       trainer compare a.yaml b.yaml --rounds 4 --plot compare.png --json compare.json
       trainer compare my.yaml --vary lora.rank=16,64 --rounds 0 --learn 300 --output compared
 
-    Ctrl-C ends the run that is under way and prints what is there (75). A run that fails ends it with its
-    own code: 70 where one diverged.
+    Ctrl-C ends the run under way and prints what is there (75). A run that fails ends it with its own code.
     """
     from trainer.cli.jobs import plain_environment
     from trainer.config import environment, launchers
     from trainer.engine.comparing import differences, report
     from trainer.engine.comparing import rounds as running
-    from trainer.engine.comparing.plot import write_plot
 
     launchers.found(environment.snapshot()).require_one("compare")
     extent = running.Extent(steps=steps, warmup=warmup, rounds=rounds, learn=learn or 0)
     extent.require_timed_steps()
     _require_writable(layers.output, record, plot)
-    variants = _planned(
-        _variants(layers, vary), own_seed=any(text.startswith("train.seed=") for text in vary)
-    )
+    seeds = any(text.startswith("train.seed=") for text in vary)
+    variants = _planned(_variants(layers, vary), own_seed=seeds)
     for line in differences.sentences(variants):
         say(line)
-    outcome = running.compare(
-        variants, extent, layers.output, plain_environment(), lambda text: say(text, err=True)
-    )
+    tell = functools.partial(say, err=True)
+    outcome = running.compare(variants, extent, layers.output, plain_environment(), tell)
     if outcome.has_steps:
         for line in report.lines(variants, outcome, extent):
             say(line)
-        if record is not None:
-            words = [*(path.name for path in layers.configs), *(f"--vary {text}" for text in vary)]
-            report.write_record(record, variants, outcome, extent, words)
-        if plot is not None:
-            write_plot(variants, outcome, extent.warmup, plot)
+        words = [*(path.name for path in layers.configs), *(f"--vary {text}" for text in vary)]
+        report.write_files(variants, outcome, extent, words, record=record, plot=plot)
     if outcome.error is not None:
         raise outcome.error
     return outcome.code

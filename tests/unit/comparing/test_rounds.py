@@ -28,7 +28,7 @@ def on_gpu() -> list[verdicts.Variant]:
 
 
 def left(bench: Bench) -> list[Path]:
-    """What a comparison left in the folder for temporary files."""
+    """Paths that a comparison left in the folder for temporary files."""
     return list((bench.folder.parent / "temporary").iterdir())
 
 

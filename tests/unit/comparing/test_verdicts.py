@@ -137,7 +137,7 @@ def test_the_record_is_one_that_the_page_of_measurements_shows(bench: Bench, tmp
     variants = variants_of(*RANKS)
     outcome = bench.compare(variants, learn=60)
     extent = Extent(steps=4, warmup=2, rounds=2, learn=60)
-    table = report.record(variants, outcome, extent, machine=MACHINE, command="trainer compare a.yaml")
+    table = report.table_of(variants, outcome, extent, machine=MACHINE, command="trainer compare a.yaml")
     text = measurement.to_json(table)
     again = from_json(text, "record")
     assert again == table and str(tmp_path) not in text

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainer.engine.comparing import verdicts
 from trainer.engine.comparing.differences import sentences
+from trainer.engine.comparing.plot import write_plot
 from trainer.engine.comparing.rounds import Extent, Outcome
 from trainer.engine.comparing.variants import Variant
 from trainer.engine.comparing.verdicts import Learned, Speed
@@ -115,17 +116,31 @@ def lines(variants: Sequence[Variant], outcome: Outcome, extent: Extent) -> list
     return [*table, "", *marked, *notes(variants, outcome, extent)]
 
 
-def write_record(
-    path: Path, variants: Sequence[Variant], outcome: Outcome, extent: Extent, words: Sequence[str]
+def write_files(
+    variants: Sequence[Variant],
+    outcome: Outcome,
+    extent: Extent,
+    words: Sequence[str],
+    *,
+    record: Path | None,
+    plot: Path | None,
 ) -> None:
-    """Write the comparison as a record of this machine; `words` are those of its command, without folders."""
-    lengths = [f"--{name} {value}" for name, value in vars(extent).items() if value or name == "rounds"]
-    command = " ".join(["trainer", "compare", *words, *lengths])
-    table = record(variants, outcome, extent, machine=describe(), command=command)
-    atomic.write_text(path, measurement.to_json(table))
+    """Write the comparison as a record of this machine and as a picture, where they have a path.
+
+    `words` are those of the command, without folders.
+    """
+    if record is not None:
+        lengths = [f"--{name} {value}" for name, value in vars(extent).items() if value or name == "rounds"]
+        command = " ".join(["trainer", "compare", *words, *lengths])
+        table = table_of(variants, outcome, extent, machine=describe(), command=command)
+        record.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(record, measurement.to_json(table))
+    if plot is not None:
+        plot.parent.mkdir(parents=True, exist_ok=True)
+        write_plot(variants, outcome, extent.warmup, plot)
 
 
-def record(
+def table_of(
     variants: Sequence[Variant], outcome: Outcome, extent: Extent, *, machine: Machine, command: str
 ) -> Table:
     """The comparison as a record: a row a variant, and the losses of the longest runs."""

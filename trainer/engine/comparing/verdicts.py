@@ -44,7 +44,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Learned:
-    """What a variant learned beside the first one. Losses are paired by step."""
+    """Losses of a variant beside those of the first one, paired by step, and the verdict on them."""
 
     steps: int
     mean_apart: float
@@ -149,7 +149,7 @@ def throttled(run: Run) -> str:
 
 
 def learned(outcome: Outcome) -> dict[str, Learned]:
-    """What each variant but the first learned, by its letter; those whose run is missing are left out."""
+    """The losses of each variant but the first, by its letter; those whose run is missing are left out."""
     if not outcome.learned or outcome.learned[0].code != ExitCode.OK:
         return {}
     first, *others = outcome.learned
