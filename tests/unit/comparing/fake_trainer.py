@@ -24,7 +24,9 @@ def main(script_path: str, command: str, config_path: str, _: str, output: str) 
     script: dict[str, Any] = json.loads(Path(script_path).read_text())
     name, run = Path(config_path).stem, Path(output)
     with Path(script["journal"]).open("a") as journal:
-        journal.write(json.dumps({"name": name, "command": command, "pid": os.getpid()}) + "\n")
+        given = [variable for variable in os.environ if variable.startswith("TRAINER__")]
+        row = {"name": name, "command": command, "pid": os.getpid(), "given": given}
+        journal.write(json.dumps(row) + "\n")
     if command == "cache":
         return int(script.get("cache_code", 0))
     asked: list[int] = []

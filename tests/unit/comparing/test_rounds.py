@@ -56,6 +56,17 @@ def test_rounds_alternate_and_share_seed_cache_and_order(bench: Bench, tmp_path:
         assert int(content["checkpoint"]["checkpointing_steps"]) > 6  # type: ignore[index, call-overload, arg-type]
 
 
+def test_variables_do_not_lie_over_what_the_comparison_writes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINER__TRAIN__MAX_TRAIN_STEPS", "900")
+    variants = variants_of("lora.rank=4", "lora.rank=8")
+    assert variants[0].config.train.max_train_steps == 900
+    outcome = bench.compare(variants, rounds=1)
+    assert {len(run.rows) for run in outcome.rounds[0]} == {6}
+    assert not any(one["given"] for one in bench.journal)
+
+
 def test_a_compared_seed_is_each_ones_own(bench: Bench) -> None:
     import dataclasses
 

@@ -80,12 +80,17 @@ def run(
             stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={**environ, **own}, process_group=0,
         )  # fmt: skip
     asked = 0
-    while child.poll() is None:
-        while asked < len(received):
-            child.send_signal(received[asked][1] if asked else signal.SIGTERM)
-            asked += 1
-        look()
-        time.sleep(_PAUSE_SECONDS)
+    try:
+        while child.poll() is None:
+            while asked < len(received):
+                child.send_signal(received[asked][1] if asked else signal.SIGTERM)
+                asked += 1
+            look()
+            time.sleep(_PAUSE_SECONDS)
+    finally:
+        if child.poll() is None:  # a look that failed leaves no run behind
+            child.terminate()
+            child.wait()
     end = time.monotonic() + BUDGET_SECONDS[Phase.SAVE]
     while locks.is_held(runtime / LOCK_FILE) and time.monotonic() < end:
         time.sleep(_PAUSE_SECONDS)

@@ -70,8 +70,8 @@ def _line(axes: Any, run: Run, **looks: Any) -> None:
 
 def _draw_times(axes: Any, variants: Sequence[Variant], outcome: Outcome, warmup: int) -> None:
     """A dot a timed step, in the strip of its variant from the first step at its upper edge downwards."""
-    axes.set_title("Milliseconds of each timed step, a marker a round; the line is the median", loc="left",
-                   fontsize=14)  # fmt: skip
+    title = "Milliseconds of each timed step, first ones at the top, a marker a round; the line is the median"
+    axes.set_title(title, loc="left", fontsize=14)
     longest = 0.0
     for number, variant in enumerate(variants):
         colour, every = COLOURS[number % len(COLOURS)], list[float]()
@@ -87,7 +87,7 @@ def _draw_times(axes: Any, variants: Sequence[Variant], outcome: Outcome, warmup
             median = statistics.median(every)
             axes.plot([median, median], [number - 0.42, number + 0.42], color=colour, linewidth=2.5, zorder=1)
             longest = max(longest, *every)
-    axes.set_yticks(range(len(variants)), [variant.name for variant in variants])
+    axes.set_yticks(range(len(variants)), [variant.letter for variant in variants])
     axes.set_ylim(len(variants) - 0.5, -0.5)
     axes.set_xlim(0, 1.05 * longest or 1.0)
     axes.set(xlabel="milliseconds")

@@ -228,8 +228,10 @@ def compare(
         else:
             output.mkdir(parents=True, exist_ok=True)
             root = output.absolute()
+        # what such variables say is in the files of the runs, over which they would lie again
+        kept = {name: one for name, one in environ.items() if not name.startswith(environment.CONFIG_PREFIX)}
         comparison = _Comparison(
-            variants=variants, extent=extent, root=root, environ=environ, tell=tell, received=received
+            variants=variants, extent=extent, root=root, environ=kept, tell=tell, received=received
         )
         try:
             comparison.all_runs()
