@@ -51,7 +51,9 @@ class Bench:
     def says(self, **texts: str) -> None:
         """Let nvidia-smi answer: `gpu`, `apps`, `clocks`."""
         for name, text in texts.items():
-            (self.folder / f"{name}.csv").write_text(text)
+            new = self.folder / f"{name}.new"
+            new.write_text(text)
+            new.replace(self.folder / f"{name}.csv")
 
     def write_script(self) -> None:
         content = {"journal": str(self.folder / "journal.jsonl"), "runs": self.runs, **self.more}

@@ -55,6 +55,24 @@ def test_a_step_of_more_samples_is_compared_by_samples(bench: Bench) -> None:
     assert any("2.000 times the samples" in text for text in report.notes(variants, outcome, EXTENT))
 
 
+def test_steps_of_a_run_that_was_stopped_count_and_its_round_does_not(bench: Bench) -> None:
+    bench.runs |= {"-A": {"ms": [100]}, "-B": {"ms": [50]}, "round-2-B": {"ms": [70], "end": (5, 75)}}
+    variants = variants_of(*RANKS)
+    outcome = bench.compare(variants)
+    found = verdicts.speeds(variants, outcome, 2)
+    assert found["B"].times.steps == 4 + 3 and found["B"].times.round_medians == pytest.approx((50, 70))
+    assert "1 of 2 rounds" in " ".join(report.notes(variants, outcome, EXTENT))
+
+
+def test_nothing_that_is_timed_is_no_table(bench: Bench) -> None:
+    bench.runs["round-1-A"] = {"end": (2, 71)}
+    variants = variants_of(*RANKS)
+    outcome = bench.compare(variants)
+    lines = report.lines(variants, outcome, EXTENT)
+    assert outcome.has_steps and not any("lora.rank" in line for line in lines)
+    assert lines[-1] == "not all runs were made: round 1, A ended with exit code 71"
+
+
 LOSSES = [2.0 - 0.01 * step for step in range(100)]
 
 

@@ -11,6 +11,7 @@ from trainer.engine.comparing.plot import write_plot
 from trainer.engine.comparing.rounds import Extent, Outcome
 from trainer.engine.comparing.variants import Variant
 from trainer.engine.comparing.verdicts import Learned, Speed
+from trainer.errors import ExitCode
 from trainer.files import atomic
 from trainer.machine.description import Machine, describe
 from trainer.telemetry import losses, measurement
@@ -83,7 +84,7 @@ def _learned_cells(learned: Learned | None, first: str) -> dict[str, str]:
 
 def notes(variants: Sequence[Variant], outcome: Outcome, extent: Extent) -> list[str]:
     """Sentences below the table: what was run, what the figures mean, and why they may not be trusted."""
-    whole = [one for one in outcome.rounds if len(one) == len(variants)]
+    whole = [one for one in outcome.rounds if [run.code for run in one].count(ExitCode.OK) == len(variants)]
     found = []
     if outcome.rounds:
         rounds = f"{len(whole)} of {extent.rounds} rounds"
@@ -108,11 +109,12 @@ def notes(variants: Sequence[Variant], outcome: Outcome, extent: Extent) -> list
 def lines(variants: Sequence[Variant], outcome: Outcome, extent: Extent) -> list[str]:
     """The table for a terminal: a figure a line, a column a variant, notes below."""
     rows = figures_by_name(variants, outcome, extent)
+    # a mark is a line of its own: it would make its column as wide
+    rows.pop("throttled", None)
+    speeds = verdicts.speeds(variants, outcome, extent.warmup)
+    marked = [f"throttled: {mark}" for one in speeds.values() for mark in one.throttled]
     head = [["", *(variant.letter for variant in variants)], ["", *(variant.title for variant in variants)]]
-    # a long mark is a line of its own: it would make its column as wide
-    marks = rows.pop("throttled", [])
-    table = aligned([*head, *([name, *cells] for name, cells in rows.items())])
-    marked = [f"throttled: {mark}" for cell in marks for mark in cell.split("; round") if cell and mark]
+    table = aligned([*head, *([name, *cells] for name, cells in rows.items())]) if rows else []
     return [*table, "", *marked, *notes(variants, outcome, extent)]
 
 

@@ -91,9 +91,11 @@ class Outcome:
         return any(run.rows for one in [*self.rounds, self.learned] for run in one)
 
     def timed(self, variant: Variant) -> list[Run]:
-        """The runs of a variant that step times are taken from, one a round."""
+        """The runs of a variant that step times are taken from, one a round: also one that was stopped."""
         every = [run for one in self.rounds for run in one] or self.learned
-        return [run for run in every if run.variant is variant and run.code == ExitCode.OK]
+        return [
+            run for run in every if run.variant is variant and run.code in (ExitCode.OK, ExitCode.STOPPED)
+        ]
 
 
 def in_order(variants: Sequence[Variant], rounds: int) -> Iterator[list[Variant]]:

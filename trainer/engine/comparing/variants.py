@@ -17,6 +17,7 @@ SEED = "train.seed"
 _CACHE = "data.cache_dir"
 SHARED: Mapping[str, Any] = {
     "train.log_every_steps": 1,
+    "train.report_to": "tensorboard",
     "checkpoint.resume_from_checkpoint": "never",
     "validation.prompts": (),
     "validation.control_images": (),
@@ -26,7 +27,7 @@ SHARED: Mapping[str, Any] = {
     "validation.held_out": 0,
     "validation.every_steps": 1_000_000,
 }
-"""Values of every run: a line of the log for each step, no previews and no held-out losses."""
+"""Values of every run: a line of the log for each step, no previews and held-out losses, nothing sent out."""
 _PER_RUN = ("train.max_train_steps", "checkpoint.checkpointing_steps", _CACHE, "output_dir")
 """Keys that a comparison writes itself, besides those of SHARED."""
 
