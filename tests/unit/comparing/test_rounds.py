@@ -14,6 +14,7 @@ import pytest
 
 from tests.contract.runs import CPU_FACTS, ROOT
 from tests.unit.comparing.conftest import Bench, variants_of
+from trainer.cli import main
 from trainer.engine.comparing import child, report, verdicts
 from trainer.engine.comparing.rounds import Extent
 from trainer.errors import HardwareError
@@ -83,6 +84,21 @@ def test_a_busy_gpu_is_refused_by_the_others_name(bench: Bench, monkeypatch: pyt
     outcome = bench.compare(on_gpu())
     assert outcome.code == 69 and not bench.journal and not left(bench)
     assert isinstance(outcome.error, HardwareError) and "/opt/other/render" in str(outcome.error)
+
+
+def test_the_command_refuses_a_busy_gpu_before_anything_is_measured(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def probe(*_: object, **__: object) -> None:
+        raise AssertionError("kernels may not be measured beside another program")
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("TRAINER_FACTS", str(CPU_FACTS.with_name("h200.json")))
+    monkeypatch.setattr("trainer.cli.measure.measure_kernels", probe)
+    bench.says(apps="12041, /opt/other/render, 41220\n")
+    assert main(["compare", "train_configs/quickstart.yaml", "--vary", "lora.rank=4,8"]) == 69
+    captured = capsys.readouterr()
+    assert "/opt/other/render" in captured.err and not captured.out and not bench.journal
 
 
 def test_a_gpu_that_gets_busy_ends_it_and_keeps_what_is_there(

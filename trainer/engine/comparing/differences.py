@@ -12,12 +12,11 @@ _NOT_CHOSEN = frozenset(
     {
         "decisions", "warnings", "train_memory", "cache_memory", "host_memory", "step_milliseconds",
         "optimizer_milliseconds", "peak_tflops", "budget_bytes", "disk_bytes", "keep_bytes", "environment",
-        "rank_environment", "unset", "activation_checkpointing", "recomputed_blocks",
-        "loader",
+        "rank_environment", "unset", "activation_checkpointing", "recomputed_blocks", "loader",
     }
 )  # fmt: skip
-"""Fields of a plan that predict, explain, follow from the others, or are about the start alone. Recomputed blocks have words of their
-own."""
+"""Fields of a plan that predict, explain, follow from others or are about the start alone; recomputed blocks
+have words of their own."""
 _FOLLOWS = {"weight_gradient": "compute", "weight_copies": "compute", "modulation": "weights"}
 """Fields that have another word, or none, where the field behind them has another value."""
 _RECOMPUTED = "recomputed blocks"
