@@ -121,7 +121,7 @@ def test_the_plans_differences_are_said_first_and_not_called_one_changes() -> No
     assert first.startswith("A and B: the plans differ in compute (bf16, fp8)")
     assert " and recomputed blocks (none, " in first and "with weight_copies and weight_gradient" in first
     assert second.strip() == "a ratio is that of all of these together, and not compute's alone"
-    assert "features.compute (bf16, fp8)" in third
+    assert "features.compute (bf16, fp8)" in third and "weight_gradient" not in third
 
 
 def test_one_change_of_the_plan_is_called_by_its_name() -> None:

@@ -59,7 +59,9 @@ def _between(first: Variant, other: Variant) -> list[str]:
         lines = [f"{who}: the plans differ in {_listed(texts)}{more}"]
     if len(causes) > 1:
         lines.append(f"  a ratio is that of all of these together, and not {causes[0]}'s alone")
-    written = unequal(settings(first.config), settings(other.config))
+    # keys without effect in one of them follow from what is said already
+    ours, theirs = settings(first.config), settings(other.config)
+    written = {key: pair for key, pair in unequal(ours, theirs).items() if key in ours.keys() & theirs.keys()}
     if not other.own_seed:
         written.pop(SEED, None)
     if written:
