@@ -51,9 +51,13 @@ class Bench:
     def says(self, **texts: str) -> None:
         """Let nvidia-smi answer: `gpu`, `apps`, `clocks`."""
         for name, text in texts.items():
-            new = self.folder / f"{name}.new"
-            new.write_text(text)
-            new.replace(self.folder / f"{name}.csv")
+            (self.folder / f"{name}.csv").write_text(text)
+            self.answers(**{name: f"cat {name}.csv"})
+
+    def answers(self, **commands: str) -> None:
+        """Let nvidia-smi answer with what shell commands print, run where the journal is."""
+        for name, command in commands.items():
+            (self.folder / f"{name}.sh").write_text(command)
 
     def write_script(self) -> None:
         content = {"journal": str(self.folder / "journal.jsonl"), "runs": self.runs, **self.more}
@@ -91,7 +95,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     smi.parent.mkdir()
     smi.write_text(
         f"#!/bin/sh\ncd {found.folder}\ncase $3 in\n"
-        "*clocks*) cat clocks.csv ;;\n*compute-apps*) cat apps.csv ;;\n*) cat gpu.csv ;;\nesac\n"
+        "*clocks*) . ./clocks.sh ;;\n*compute-apps*) . ./apps.sh ;;\n*) . ./gpu.sh ;;\nesac\n"
     )
     smi.chmod(0o755)
     found.says(gpu=IDLE, apps="", clocks=CLEAR)

@@ -105,18 +105,9 @@ def test_a_gpu_that_gets_busy_ends_it_and_keeps_what_is_there(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(idle, "PATIENCE_SECONDS", 0.0)
-    bench.runs["round-1-B"] = {"slow": 0.1}
+    bench.answers(apps='if grep -q round-1-B journal.jsonl; then echo "7, ollama, 900"; fi')
     variants = on_gpu()
-
-    def begins() -> None:
-        while "round-1-B" not in bench.names():
-            time.sleep(0.01)
-        bench.says(apps="7, ollama, 900\n")
-
-    other = threading.Thread(target=begins)
-    other.start()
     outcome = bench.compare(variants)
-    other.join()
     assert outcome.code == 69 and "ollama" in outcome.why
     assert bench.names() == ["round-1-A", "round-1-B"]
     text = "\n".join(report.lines(variants, outcome, Extent(steps=4, warmup=2, rounds=2, learn=0)))
@@ -124,12 +115,9 @@ def test_a_gpu_that_gets_busy_ends_it_and_keeps_what_is_there(
 
 
 def test_every_gpu_of_the_plan_must_be_idle(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    smi = bench.folder.parent / "bin" / "nvidia-smi"
-    smi.write_text(smi.read_text().replace("*compute-apps*) cat", '*compute-apps*) test "$2" = 5 && cat'))
-    bench.says(apps="9, blender, 3000\n")
+    bench.answers(apps='if test "$2" = 5; then echo "9, blender, 3000"; fi')
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 5")
     assert idle.names_of([0, 1]) == ["2", "5"]
-    smi.write_text(smi.read_text().replace("&& cat apps.csv", "&& cat apps.csv || true"))
     child.require_idle(idle.names_of([0]), patience=0.0)
     with pytest.raises(HardwareError, match="blender"):
         child.require_idle(idle.names_of([0, 1]), patience=0.0)
@@ -146,20 +134,13 @@ def test_without_nvidia_smi_a_gpu_is_not_taken_to_be_idle(
 
 def test_a_throttled_round_is_marked(bench: Bench) -> None:
     bench.runs["round"] = {"slow": 0.1}
-    variants, done = on_gpu(), threading.Event()
-
-    def heats() -> None:
-        while not done.is_set():
-            hot = bench.names()[-1:] in (["round-1-B"], ["round-2-B"])
-            # nvml.h: 0x20 software thermal slowdown, 0x1 idle
-            bench.says(clocks=f"{'0x21' if hot else '0x1'}, {1200 if hot else 1980}, 1980, 90112\n")
-            time.sleep(0.01)
-
-    weather = threading.Thread(target=heats)
-    weather.start()
+    # nvml.h: 0x20 software thermal slowdown, 0x1 idle
+    hot, cold = "0x21, 1200, 1980, 90112", "0x1, 1980, 1980, 90112"
+    bench.answers(
+        clocks=f'case "$(tail -n 1 journal.jsonl)" in *-B*) echo "{hot}" ;; *) echo "{cold}" ;; esac'
+    )
+    variants = on_gpu()
     outcome = bench.compare(variants)
-    done.set()
-    weather.join()
     marks = {run.label: verdicts.throttled(run) for one in outcome.rounds for run in one}
     assert [label for label, mark in marks.items() if mark] == ["round 1, B", "round 2, B"]
     assert "heat, by the driver" in marks["round 2, B"] and "1200 to" in marks["round 2, B"]
