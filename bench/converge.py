@@ -27,9 +27,10 @@ from typing import Any
 import torch
 
 from bench import arguments as types
-from bench import converge_full, jobs, losses, processes
+from bench import converge_full, jobs, processes
 from tests.random_bases import byte_llama
 from trainer.engine.records import checkpoint
+from trainer.telemetry import losses
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 
 PLAIN = ("features.compile=false", "features.weights=bf16", "features.compute=bf16")

@@ -27,15 +27,16 @@ from pathlib import Path
 from typing import Any
 
 from bench import converge_record as records
-from bench import gradients, jobs, losses, processes, texts
+from bench import gradients, jobs, processes, texts
 from bench.processes import REPOSITORY
-from bench.record import Curves
 from tests.random_bases import byte_llama
 from trainer import families
 from trainer.cli.jobs import child_environment
 from trainer.cli.measure import planned
 from trainer.cli.options import Layers
 from trainer.errors import TrainerError
+from trainer.telemetry import losses
+from trainer.telemetry.measurement import Curves
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 
 _BF16, _FP8 = "features.compute=bf16", "features.compute=fp8"

@@ -7,9 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import losses, machine
-from bench.record import Curves, Table, to_json
+from bench.record import to_json
 from trainer.files import atomic
+from trainer.machine import description
+from trainer.telemetry import losses
+from trainer.telemetry.measurement import Curves, Table
 
 MOST_APART = 0.01
 """Share by which the mean loss of the last steps may differ from bf16's."""
@@ -153,7 +155,7 @@ def write(
     table = Table(
         title=title,
         text=f"{text}\n\n{said}".strip(),
-        machine=machine.describe(month),
+        machine=description.describe(month),
         command="python -m bench converge --method full --record FILE",
         columns=COLUMNS,
         rows=tuple(map(cells, rows)),

@@ -19,8 +19,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench import arguments as types
-from bench import jobs, machine, memory, processes
+from bench import jobs, memory, processes
 from trainer.files import atomic
+from trainer.machine import idle
 from trainer.planning.shapes.activations import COUNTED_ATTENTION, COUNTS, FULL, OTHER_ATTENTION
 from trainer.planning.shapes.run_shapes import activation_units, head_bytes
 
@@ -103,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for family, base in options.families
         for mode in options.modes or MODES
     ]
-    machine.require_gpu(remedy="use a machine with one")
+    idle.require_gpu(remedy="use a machine with one")
     rows = processes.side_by_side(counted_row, cases, jobs=options.jobs)
     types.write_rows(options.record, rows)
     if options.table:

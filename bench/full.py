@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench import arguments as types
-from bench import machine, memory, processes, sweep
+from bench import memory, processes, sweep
 from bench.record import update_table
+from trainer.machine import description, idle
 
 _RECOMPUTED = "features.activation_checkpointing"
 SETTINGS: Mapping[str, tuple[str, ...]] = {
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for family, base in options.families
         for name in options.settings or SETTINGS
     ]
-    machine.require_gpu(remedy="use a machine with one; `trainer plan` predicts without")
+    idle.require_gpu(remedy="use a machine with one; `trainer plan` predicts without")
     for case in cases:
         sweep.probe(case)
     found = processes.visible()
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cells,
             keys=3,
             title="Plans of full fine-tunes beside what was measured",
-            where=machine.describe(options.month),
+            where=description.describe(options.month),
             command="python -m bench full FAMILY=BASE ... --record FILE",
             columns=COLUMNS,
         )

@@ -30,13 +30,14 @@ from typing import Any
 import yaml
 
 from bench import arguments as types
-from bench import jobs, machine, ours
+from bench import jobs, ours
 from bench.processes import GIB, REPOSITORY
 from bench.record import update_table
 from tests.random_bases import build
 from trainer import families
 from trainer.config import environment
 from trainer.errors import ExitCode
+from trainer.machine import description, idle
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 
 SET = REPOSITORY / "tests" / "data" / "real_shaped"
@@ -103,8 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(map(str, wanted)))
         return 0
-    machine.require_gpu(remedy="use a machine with one")
-    here = machine.describe(options.month)  # before threads keep to a share of the cores
+    idle.require_gpu(remedy="use a machine with one")
+    here = description.describe(options.month)  # before threads keep to a share of the cores
     rows: list[dict[str, Any]] = []
     deadline, lock = time.monotonic() + 60 * options.minutes, threading.Lock()
 
@@ -286,7 +287,7 @@ def share_of_cores(number: int, of: int) -> set[int]:
 
 
 def write_record(
-    options: argparse.Namespace, rows: Sequence[Mapping[str, Any]], where: machine.Machine
+    options: argparse.Namespace, rows: Sequence[Mapping[str, Any]], where: description.Machine
 ) -> None:
     """The record with these rows in the place of those of the same cells."""
     update_table(

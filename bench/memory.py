@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import arguments as types
-from bench import jobs, machine, processes
+from bench import jobs, processes
 from bench.processes import GIB, REPOSITORY
 from trainer import families
 from trainer.cli.options import Layers
 from trainer.config.reading.load import Loaded
 from trainer.errors import ConfigError, TrainerError
+from trainer.machine import idle
 from trainer.planning.plan import Plan
 from trainer.planning.planning import machine_facts, plan_run, requested_profile
 
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.families:
         parser.error("name what to measure: FAMILY=BASE")
     cases = _cases(options)
-    machine.require_gpu(remedy="use a machine with one; `trainer plan` predicts without")
+    idle.require_gpu(remedy="use a machine with one; `trainer plan` predicts without")
     rows = processes.side_by_side(measured_row, cases, jobs=options.jobs)
     if options.jobs > len(processes.visible()):
         _count_drivers(cases, rows)

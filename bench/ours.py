@@ -11,21 +11,22 @@ import json
 import random
 import shutil
 import socket
-import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from bench import jobs, machine, processes
+from bench import jobs, processes
 from bench.processes import GIB, REPOSITORY, Ended
 from trainer import families
 from trainer.config import environment
 from trainer.families.values import Shape
+from trainer.machine import idle
+from trainer.telemetry.figures import of_steps
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 
 # `auto` compiles only runs that are long enough to gain by it, which a measurement is not
@@ -170,7 +171,7 @@ def train(job: Job, variant: str, folder: Path, shared: Path, *, memory: bool = 
     if ended.code:
         return problem(ended)
     rows = read_metrics(run / METRICS_LOG)
-    return {**figures(rows, job.steps), **planned(run / "plan.json"), "host_gib": ended.host_gib, **seen}
+    return {**of_steps(rows, job.steps), **planned(run / "plan.json"), "host_gib": ended.host_gib, **seen}
 
 
 def problem(ended: Ended) -> dict[str, Any]:
@@ -182,27 +183,6 @@ def problem(ended: Ended) -> dict[str, Any]:
 def configs(job: Job, folder: Path) -> list[Path]:
     """Configuration files of a run, the lowest layer first."""
     return [REPOSITORY / "train_configs" / f"{job.family}_{job.method}.yaml", folder / "layer.yaml"]
-
-
-def figures(rows: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
-    """Milliseconds of the last `steps` steps and peak memory, from the rows of a metrics.jsonl.
-
-    Raises ValueError where a row stands for several steps, or there are too few.
-    """
-    trained = [row for row in rows if "seconds_per_step" in row]
-    numbers = [row["step"] for row in trained]
-    if numbers != list(range(1, len(numbers) + 1)) or len(numbers) < steps:
-        raise ValueError(f"the log has lines for steps {numbers}, not one for each of {steps} or more")
-    timed = trained[-steps:]
-    result: dict[str, Any] = {"times": [1e3 * row["seconds_per_step"] for row in timed]}
-    result["loss"] = statistics.fmean(row["loss"] for row in timed)
-    peak = max(row.get("device_memory_peak_bytes", 0) for row in trained)
-    if peak:
-        result["allocated_gib"] = peak / GIB
-        # runs of older versions logged what was held at the log steps only
-        held = ("device_memory_reserved_peak_bytes", "device_memory_reserved_bytes")
-        result["reserved_gib"] = max(row.get(name, 0) for row in trained for name in held) / GIB
-    return result
 
 
 def planned(path: Path) -> dict[str, Any]:
@@ -251,7 +231,7 @@ def watch(log: Path, *, memory: bool = False) -> Iterator[dict[str, float | None
         if seen["first_step_seconds"] is None and log.is_file() and log.stat().st_size:
             seen["first_step_seconds"] = time.monotonic() - started
         if memory and next(looked) % _MEMORY_EVERY == 0:
-            found = machine.read_gpu()
+            found = idle.read_gpu()
             if found is not None and found[0].used_mib is not None:
                 seen["device_gib"] = max(seen["device_gib"] or 0.0, found[0].used_mib / 1024)
 

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bench import arguments as types
-from bench.machine import Machine
 from bench.processes import REPOSITORY
-from bench.record import FOLDER, Record, Row, Table, read_records
+from bench.record import FOLDER, Record, Row, read_records
 from trainer.errors import DataError
 from trainer.files import atomic
+from trainer.machine.description import Machine
+from trainer.telemetry.measurement import Table
 from trainer.words.tables import markdown
 
 PAGE = REPOSITORY / "docs" / "benchmarks.md"

@@ -12,8 +12,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from bench.page import curves_name, plot_names, plotted
-from bench.record import Curves, Record, Row, Table
+from bench.record import Record, Row
 from trainer.files import atomic
+from trainer.telemetry.measurement import Curves, Table
 
 _OURS, _OTHERS, _FLOOR = "#0969da", "#8c959f", "#cf222e"
 _COLOURS = ("#0969da", "#bf3989", "#1a7f37", "#9a6700", "#8250df", "#cf222e", "#57606a")

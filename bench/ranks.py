@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import arguments as types
-from bench import machine, ours
+from bench import ours
 from bench.record import update_table
 from trainer import families
 from trainer.config import environment
+from trainer.machine import description, idle
 
 COLUMNS = (
     *("family", "variant", "way", "what the plan chose", "GPUs", "ms a step", "fastest to slowest", "of one"),
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     options.base = types.require_base(options.base, "--base")
     if environment.read("TRAINER_PROFILE") != "cpu":
-        machine.require_gpu(remedy="use a machine with several; TRAINER_PROFILE=cpu tries it on a CPU")
+        idle.require_gpu(remedy="use a machine with several; TRAINER_PROFILE=cpu tries it on a CPU")
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="bench-", dir=options.work) as name:
         for number in range(1, options.rounds + 1):
@@ -141,7 +142,7 @@ def write_record(options: argparse.Namespace, rows: Sequence[tuple[str, ...]]) -
         rows,
         keys=3,
         title="A step of several GPUs beside one GPU's",
-        where=machine.describe(options.month),
+        where=description.describe(options.month),
         command="python -m bench ranks FAMILY --base BASE --record FILE",
         columns=COLUMNS,
     )

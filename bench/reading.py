@@ -28,7 +28,7 @@ from typing import Any
 import yaml
 
 from bench import arguments as types
-from bench import jobs, load, machine, ours
+from bench import jobs, load, ours
 from bench.processes import GIB, REPOSITORY
 from bench.ranks import WAYS
 from bench.record import update_table
@@ -37,6 +37,7 @@ from trainer.cli.measure import planned
 from trainer.cli.options import Layers
 from trainer.config import environment
 from trainer.errors import HardwareError
+from trainer.machine import description, idle
 
 COLUMNS = (
     *("family", "way", "GPUs", "seconds", "fastest to slowest", "of one"),
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     options.base = types.require_base(options.base, "--base")
     if environment.read("TRAINER_PROFILE") != "cpu":
-        machine.require_gpu(remedy="use a machine with several; TRAINER_PROFILE=cpu tries it on a CPU")
+        idle.require_gpu(remedy="use a machine with several; TRAINER_PROFILE=cpu tries it on a CPU")
     base = options.folder / f"reading-{options.family}"
     if not base.is_dir():
         half = base.with_suffix(".half")
@@ -259,7 +260,7 @@ def write_record(options: argparse.Namespace, rows: Sequence[tuple[str, ...]]) -
         rows,
         keys=2,
         title="A base's files read by several GPUs",
-        where=machine.describe(options.month),
+        where=description.describe(options.month),
         command="python -m bench reading FAMILY --base BASE --folder DIR --record FILE",
         columns=COLUMNS,
     )

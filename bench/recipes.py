@@ -6,7 +6,8 @@
 Every way is planned as `trainer plan` does, built and trained for some steps on a synthetic batch in a
 process of its own; round 1 all of them, round 2 all of them again. torchao's ways have our plan, optimizer,
 head and compiled blocks, and torchao's linears where ours are in FP8; they join no layers of one input. Times
-are medians of all steps; "of bf16" has the 95 % interval of the ratio of two medians, by bootstrap.
+are medians of all steps; "of bf16" has the 95 % interval of the ratio of two medians, by bootstrap within
+rounds.
 TRAINER_PROFILE=cpu tries it without GPUs.
 """
 
@@ -14,19 +15,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench import arguments as types
-from bench import machine, memory, sweep
+from bench import memory, sweep
 from bench.processes import GIB
 from bench.record import update_table
 from trainer.config import environment
 from trainer.errors import HardwareError
+from trainer.machine import description, idle
 from trainer.planning.plan import Plan
+from trainer.telemetry import figures
 
 _COMPILED = ("method=full", "features.compile=true", "features.compute=bf16")
 WAYS: Mapping[str, tuple[str, ...]] = {
@@ -43,7 +44,6 @@ COLUMNS = (
     *("fastest to slowest", "of bf16", "95 % of it", "peak GiB"),
 )
 _WARMUP = 6
-_DRAWS = 2000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for way in options.ways
     ]
     if environment.read("TRAINER_PROFILE") != "cpu":
-        machine.require_gpu(remedy="use a machine with one; TRAINER_PROFILE=cpu tries it on a CPU")
+        idle.require_gpu(remedy="use a machine with one; TRAINER_PROFILE=cpu tries it on a CPU")
         for case in cases:
             sweep.probe(case)
     found = _rounds(options, cases)
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows,
             keys=3,
             title="Full fine-tunes beside torchao's recipes",
-            where=machine.describe(options.month),
+            where=description.describe(options.month),
             command="python -m bench recipes FAMILY=BASE ... --record FILE",
             columns=COLUMNS,
         )
@@ -194,30 +194,16 @@ def _row(
     times, base = _times(rounds), _times(found.get((key[0], "bf16"), ()))
     if not times:
         return None
-    ratio, interval = (
-        (f"{statistics.median(times) / statistics.median(base):.3f}", bootstrapped(times, base))
-        if base
-        else ("", ())
-    )
+    all_of, ratio = figures.summed_up(times), figures.ratio_of_medians(times, base) if base else None
     return (
-        *(*key, str(micro_batches), rounds[0]["chose"], f"{statistics.median(times):.1f}"),
-        f"{min(times):.0f} to {max(times):.0f}",
-        ratio,
-        " to ".join(f"{one:.3f}" for one in interval),
+        *(*key, str(micro_batches), rounds[0]["chose"], f"{all_of.median:.1f}"),
+        f"{all_of.fastest:.0f} to {all_of.slowest:.0f}",
+        "" if ratio is None else f"{ratio.value:.3f}",
+        "" if ratio is None else f"{ratio.low:.3f} to {ratio.high:.3f}",
         f"{max(one['peak'] for one in rounds):.1f}",
     )
 
 
-def _times(rounds: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Milliseconds of all steps of all rounds; none where a round failed."""
-    return [ms for one in rounds for ms in one["ms"]] if all("ms" in one for one in rounds) else []
-
-
-def bootstrapped(times: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the ratio of two medians: of as many values drawn again from each, many times."""
-    draw = random.Random(0).choices
-    ratios = sorted(
-        statistics.median(draw(times, k=len(times))) / statistics.median(draw(base, k=len(base)))
-        for _ in range(_DRAWS)
-    )
-    return ratios[round(0.025 * _DRAWS)], ratios[round(0.975 * _DRAWS) - 1]
+def _times(rounds: Sequence[Mapping[str, Any]]) -> list[Sequence[float]]:
+    """Milliseconds of the steps of each round; none where a round failed."""
+    return [one["ms"] for one in rounds] if all("ms" in one for one in rounds) else []

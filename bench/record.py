@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.machine import Machine
 from bench.processes import REPOSITORY
 from trainer.errors import DataError
 from trainer.files import atomic
+from trainer.machine.description import Machine
+from trainer.telemetry import figures, measurement
+from trainer.telemetry.measurement import Curves, Table
 
 FOLDER = REPOSITORY / "docs" / "benchmarks"
 
@@ -78,46 +79,22 @@ class Record:
     """Rates that the floors were computed with, 1e12 operations a second."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Curves:
-    """Losses of several runs, for a plot."""
-
-    steps: int
-    """Steps that a point is the mean of."""
-    losses: Mapping[str, tuple[float, ...]]
-    """By run, as the first cell of a row names it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """One file of a measurement that is no training step: cells as they are printed."""
-
-    title: str
-    text: str
-    machine: Machine
-    command: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    curves: Curves | None = None
-
-
 def merge(row: Row, samples: Sequence[Mapping[str, Any]]) -> Row:
     """`row` with the figures of its rounds, each what one process printed, or with the problem of one."""
     problems = [str(sample["problem"]) for sample in samples if sample.get("problem")]
     if problems or not samples:
         return dataclasses.replace(row, problem=problems[0] if problems else "not run")
-    times = [float(time) for sample in samples for time in sample["times"]]
-    median = statistics.median(times)
+    times = figures.summed_up([list(map(float, sample["times"])) for sample in samples])
     firsts = [sample.get("first_step_seconds") for sample in samples]
     largest: dict[str, Any] = {name: _largest(samples, name, digits) for name, digits in _LARGEST.items()}
     return dataclasses.replace(
         row,
-        milliseconds=round(median, 1),
-        fastest=round(min(times), 1),
-        slowest=round(max(times), 1),
-        steps=len(times),
-        round_medians=tuple(round(statistics.median(sample["times"]), 1) for sample in samples),
-        samples_per_second=round(1e3 * row.batch / median, 2),
+        milliseconds=round(times.median, 1),
+        fastest=round(times.fastest, 1),
+        slowest=round(times.slowest, 1),
+        steps=times.steps,
+        round_medians=tuple(round(one, 1) for one in times.round_medians),
+        samples_per_second=round(1e3 * row.batch / times.median, 2),
         first_steps=tuple(round(float(first), 1) for first in firsts if first is not None),
         settings=next((str(sample["settings"]) for sample in samples if "settings" in sample), row.settings),
         **largest,
@@ -138,15 +115,13 @@ def _largest(samples: Sequence[Mapping[str, Any]], key: str, digits: int) -> flo
 
 def to_json(record: Record | Table) -> str:
     """Sorted keys, so that a diff shows what changed; values that were not measured are left out."""
+    if isinstance(record, Table):
+        return measurement.to_json(record)
     content = dataclasses.asdict(record)
-    if isinstance(record, Record):
-        rows = content["rows"]
-        content["rows"] = [
-            {key: value for key, value in row.items() if value not in (None, ())} for row in rows
-        ]
-    elif record.curves is None:
-        del content["curves"]
-    return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    content["rows"] = [
+        {key: value for key, value in row.items() if value not in (None, ())} for row in content["rows"]
+    ]
+    return measurement.as_text(content)
 
 
 def update_table(

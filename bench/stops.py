@@ -35,13 +35,14 @@ from typing import Any
 import yaml
 
 from bench import arguments as types
-from bench import machine, matrix
+from bench import matrix
 from bench.processes import REPOSITORY
 from bench.record import update_table
 from tests.e2e.launching import accelerate, torchrun
 from trainer import families
 from trainer.config import environment
 from trainer.errors import ExitCode
+from trainer.machine import description, idle
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 from trainer.telemetry.status import read_ranks
 
@@ -313,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.parts = options.parts or tuple(PARTS)
     options.base = types.require_base(options.base, "--base")
     if environment.read("TRAINER_PROFILE") != "cpu":
-        machine.require_gpu(remedy="use a machine with several; TRAINER_PROFILE=cpu tries it on a CPU")
+        idle.require_gpu(remedy="use a machine with several; TRAINER_PROFILE=cpu tries it on a CPU")
     runs, rows = Runs(options), list[Row]()
     for part in options.parts:
         for row in PARTS[part](runs, options):
@@ -351,7 +352,7 @@ def write_record(options: argparse.Namespace, rows: Sequence[Row]) -> None:
         [tuple(str(row.get(name, "")) for name in COLUMNS) for row in rows],
         keys=4,
         title="Runs of several GPUs, stopped and killed",
-        where=machine.describe(options.month),
+        where=description.describe(options.month),
         command="python -m bench stops FAMILY --base BASE --work DIR --record FILE",
         columns=COLUMNS,
     )

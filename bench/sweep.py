@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import arguments as types
-from bench import jobs, machine, memory, processes
+from bench import jobs, memory, processes
 from trainer.errors import TrainerError
+from trainer.machine import idle
 
 STORED: dict[str, tuple[str, ...]] = {
     "fp8": ("features.weights=fp8", "features.compute=fp8"),
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     family, base = options.family
     base = types.require_base(base, f"{family}={base}")
-    machine.require_gpu(remedy="use a machine with one; `trainer plan --budget` predicts without")
+    idle.require_gpu(remedy="use a machine with one; `trainer plan --budget` predicts without")
     found = processes.visible()
     blocks = sum(jobs.block_counts(family, base).values())
     auto = {f"auto, {one:g} GiB": (f"features.memory_budget={one:g}GiB",) for one in options.budgets}

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from bench import arguments as types
-from bench import jobs, machine, ours, processes
+from bench import jobs, ours, processes
 from bench.profile import profile
 from bench.record import Record, Row, merge, to_json
 from trainer import families
 from trainer.config import environment
 from trainer.files import atomic
+from trainer.machine import description, idle
 
 PEERS: Mapping[str, str] = {"diffusers": "bf16", "compiled": "bf16", "torchao": "fp8", "quanto": "bf16"}
 """Variants of bench/peers.py, which imports torch, and what their frozen layers multiply in."""
@@ -48,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.tokens is None:
         options.tokens = 4096 if family.sample_kind == "conversation" else 512
     if environment.read("TRAINER_PROFILE") != "cpu":
-        machine.require_gpu(remedy="use a machine with one; TRAINER_PROFILE=cpu measures the CPU instead")
-    machine.require_idle()
+        idle.require_gpu(remedy="use a machine with one; TRAINER_PROFILE=cpu measures the CPU instead")
+    idle.require_idle()
     job = _job(options)
     samples: dict[str, list[dict[str, Any]]] = {variant: [] for variant in options.variants}
     with tempfile.TemporaryDirectory(prefix="bench-", dir=options.work) as name:
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for variant in options.variants:
                 if any(sample.get("problem") for sample in samples[variant]):
                     continue
-                machine.require_idle(patience=machine.PATIENCE_SECONDS)
+                idle.require_idle(patience=idle.PATIENCE_SECONDS)
                 profile = options.profile and number == 1
                 sample = run_variant(job, variant, Path(name), number, profile=profile, memory=options.memory)
                 samples[variant].append(sample)
@@ -127,7 +128,7 @@ def run_variant(
         return _peer(job, variant, folder, profile=profile)
     sample = ours.train(job, variant, folder, work / "shared", memory=memory)
     if profile and "problem" not in sample:
-        machine.require_idle(patience=machine.PATIENCE_SECONDS)
+        idle.require_idle(patience=idle.PATIENCE_SECONDS)
         sample |= _profile(job, folder)
     return sample
 
@@ -154,7 +155,7 @@ def _profile(job: ours.Job, folder: Path) -> dict[str, Any]:
 def _record(
     options: argparse.Namespace, job: ours.Job, samples: Mapping[str, list[dict[str, Any]]], given: list[str]
 ) -> Record:
-    described = machine.describe(options.month)
+    described = description.describe(options.month)
     floors, ceilings = compute_floors(options, job, described)
     rows = []
     language = families.get(job.family).sample_kind == "conversation"
@@ -184,7 +185,7 @@ def _record(
 
 
 def compute_floors(
-    options: argparse.Namespace, job: ours.Job, described: machine.Machine
+    options: argparse.Namespace, job: ours.Job, described: description.Machine
 ) -> tuple[dict[str, float], dict[str, float]]:
     """The floor by precision, and the rates behind it; none where this GPU's rates are not known."""
     if options.floor is not None:

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 from bench import arguments as types
-from bench import machine
 from bench.processes import GIB
 from bench.record import update_table
 from trainer.config.schema import TrainSection
 from trainer.engine.optimizing.optimizer import Updater
 from trainer.errors import HardwareError
+from trainer.machine import description
 from trainer.modeling.storage.fp8 import (
     keep_ones,
     quantize_rows,
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             [tuple(str(row.get(name, "")) for name in COLUMNS) for row in rows],
             keys=3,
             title="Trained weights: the optimizer's step, and the products of a layer with their quantising",
-            where=machine.describe(options.month),
+            where=description.describe(options.month),
             command="python -m bench trained --record FILE",
             columns=COLUMNS,
         )

@@ -32,6 +32,9 @@ COMMANDS: dict[str, Row] = {
     "export": Row(target="trainer.cli.files:export", summary="Write a LoRA for ComfyUI or for diffusers."),
     "merge": Row(target="trainer.cli.files:merge", summary="Write the base model with a LoRA in it."),
     "runs": Row(target="trainer.cli.runs:runs", summary="List and compare finished and running runs."),
+    "compare": Row(
+        target="trainer.cli.compare:compare", summary="Run configurations in turn: speed, memory, losses."
+    ),
     "config": Row(target="trainer.cli.config:config", summary="Show, check or document configurations."),
     "families": Row(target="trainer.cli.families:families", summary="List the model families."),
     "doctor": Row(

@@ -129,9 +129,15 @@ _LAYERS = (
         type=GivenPath(),
         help="Train on this folder, or file of conversations, instead of `data.sets`.",
     ),
-    click.option(
-        "--output", metavar="DIR", type=GivenPath(), help="Write the run here instead of `output_dir`."
-    ),
+)
+_OUTPUT = click.option(
+    "--output", metavar="DIR", type=GivenPath(), help="Write the run here instead of `output_dir`."
+)
+_KEPT_RUNS = click.option(
+    "--output",
+    metavar="DIR",
+    type=GivenPath(),
+    help="Keep the runs in this new folder, without whole models; else they lie in a temporary one.",
 )
 _BUDGET = click.option(
     "--budget",
@@ -161,7 +167,9 @@ def _taking(*parameters: Callable[[Any], Any]) -> Callable[[F], Any]:
     return decorate
 
 
-layer_options = _taking(*_LAYERS)
+layer_options = _taking(*_LAYERS, _OUTPUT)
 """Decorator for a command that gets its configurations by an option, `configs`."""
-config_arguments = _taking(_CONFIGS, *_LAYERS)
-config_arguments_and_machine = _taking(_CONFIGS, *_LAYERS, _BUDGET, _GPUS)
+config_arguments = _taking(_CONFIGS, *_LAYERS, _OUTPUT)
+config_arguments_and_machine = _taking(_CONFIGS, *_LAYERS, _OUTPUT, _BUDGET, _GPUS)
+compared_arguments = _taking(_CONFIGS, *_LAYERS, _KEPT_RUNS, _BUDGET, _GPUS)
+"""Decorator for a command that runs several configurations, whose runs `Layers.output` keeps."""

@@ -59,6 +59,13 @@ def require_writable_folder(path: Path, where: str) -> None:
         raise ConfigError(f"{path} cannot be written: {existing}: {error}", where=where, remedy=remedy)
 
 
+def require_new_folder(path: Path, where: str) -> None:
+    """Raise ConfigError where the folder `path` cannot be made, or has anything in it."""
+    require_writable(path, where, folder=True)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError("it is not empty", where=f"{where} {path}", remedy="name a new folder")
+
+
 def require_picture(path: Path, where: str) -> None:
     """`require_writable` for a picture: raises ConfigError also where its name is not that of a PNG."""
     require_writable(path, where)

@@ -15,17 +15,21 @@ import pytest
 import yaml
 
 from bench import __main__ as bench
-from bench import machine, ours, page, processes, record, train
+from bench import ours, page, processes, record, train
 from bench.floor import Ceilings, Work, count_work, floor_milliseconds
-from bench.machine import Gpu, Machine
 from bench.processes import Ended
-from bench.record import Record, Row, Table
+from bench.record import Record, Row
 from tests.random_bases import build
 from trainer import families
 from trainer.cli.options import Layers
 from trainer.errors import DataError, HardwareError
 from trainer.families.values import Shape
+from trainer.machine import idle
+from trainer.machine.description import Machine
+from trainer.machine.idle import Gpu
 from trainer.planning.rules import judge
+from trainer.telemetry import figures
+from trainer.telemetry.measurement import Table
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -80,7 +84,7 @@ def test_figures_are_those_of_the_last_steps(tmp_path: Path) -> None:
     ]
     log = tmp_path / METRICS_LOG
     log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "torn')
-    assert ours.figures(read_metrics(log), 2) == {
+    assert figures.of_steps(read_metrics(log), 2) == {
         "times": [250.0, 500.0],
         "loss": 1.5,
         "allocated_gib": 5.0,
@@ -95,7 +99,7 @@ def test_figures_are_those_of_the_last_steps(tmp_path: Path) -> None:
 )
 def test_a_log_that_lacks_steps_is_refused(lines: list[dict[str, Any]]) -> None:
     with pytest.raises(ValueError, match="not one for each of 2"):
-        ours.figures(lines, 2)
+        figures.of_steps(lines, 2)
 
 
 def test_rounds_become_one_row() -> None:
@@ -117,8 +121,8 @@ def test_rounds_become_one_row() -> None:
 
 
 def test_a_busy_gpu_is_refused() -> None:
-    assert machine.why_busy(machine.parse_gpu(IDLE), machine.parse_processes("")) == []
-    reasons = machine.why_busy(machine.parse_gpu(BUSY), machine.parse_processes(PROCESSES))
+    assert idle.why_busy(idle.parse_gpu(IDLE), idle.parse_processes("")) == []
+    reasons = idle.why_busy(idle.parse_gpu(BUSY), idle.parse_processes(PROCESSES))
     assert reasons == [
         "process 12041 (/usr/bin/python3, 41220 MiB)",
         "41733 MiB are in use",
@@ -127,26 +131,26 @@ def test_a_busy_gpu_is_refused() -> None:
 
 
 def test_a_gpu_that_tells_no_memory_is_judged_by_the_rest() -> None:
-    gpu = machine.parse_gpu(UNIFIED)
-    assert gpu.used_mib is None and machine.why_busy(gpu, []) == []
-    assert machine.why_busy(dataclasses.replace(gpu, utilisation=40), []) == ["it is 40 % busy"]
+    gpu = idle.parse_gpu(UNIFIED)
+    assert gpu.used_mib is None and idle.why_busy(gpu, []) == []
+    assert idle.why_busy(dataclasses.replace(gpu, utilisation=40), []) == ["it is 40 % busy"]
 
 
 def test_several_gpus_are_one_too_many() -> None:
     with pytest.raises(HardwareError, match="CUDA_VISIBLE_DEVICES"):
-        machine.parse_gpu(IDLE + IDLE)
+        idle.parse_gpu(IDLE + IDLE)
 
 
 def test_waits_for_our_own_last_process_only() -> None:
-    answers = [machine.parse_gpu(BUSY), machine.parse_gpu(BUSY), machine.parse_gpu(IDLE)]
+    answers = [idle.parse_gpu(BUSY), idle.parse_gpu(BUSY), idle.parse_gpu(IDLE)]
     slept: list[float] = []
 
     def read() -> tuple[Gpu, list[str]]:
         return answers[len(slept)], []
 
     with pytest.raises(HardwareError, match="busy: 41733 MiB"):
-        machine.require_idle(read=read, sleep=slept.append)
-    machine.require_idle(patience=30.0, read=read, sleep=slept.append)
+        idle.require_idle(read=read, sleep=slept.append)
+    idle.require_idle(patience=30.0, read=read, sleep=slept.append)
     assert len(slept) == 2
 
 
@@ -159,8 +163,8 @@ def test_the_command_refuses_before_anything_is_started(
     def run(*_: object, **__: object) -> dict[str, Any]:
         raise AssertionError("nothing may be started")
 
-    monkeypatch.setattr(machine, "require_gpu", lambda **_: None)
-    monkeypatch.setattr(machine, "require_idle", busy)
+    monkeypatch.setattr(idle, "require_gpu", lambda **_: None)
+    monkeypatch.setattr(idle, "require_idle", busy)
     monkeypatch.setattr(train, "run_variant", run)
     assert bench.main(["train", "flux1_dev", "--base", "assets/tiny-flux"]) == 69
     assert "the GPU is busy" in capsys.readouterr().err

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from bench import converge, converge_full, jobs, losses, page, plots, texts
+from bench import converge, converge_full, jobs, page, plots, texts
 from bench import converge_record as records
 from bench.processes import Ended
-from bench.record import Curves, Table, from_json, to_json
+from bench.record import from_json, to_json
 from tests.emulated_fp8 import emulated
 from tests.random_bases import byte_llama
 from tests.unit.bench.test_bench import MACHINE
@@ -30,6 +30,8 @@ from trainer.errors import AccessError
 from trainer.machine.facts import Facts
 from trainer.modeling.quiet import quiet_libraries
 from trainer.planning.plan import Plan
+from trainer.telemetry import losses
+from trainer.telemetry.measurement import Curves, Table
 
 SEEDS = ("seed",)
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from bench import full, memory, processes
-from bench.record import Table, from_json
+from bench.record import from_json
 from tests.golden.plans import MACHINES
 from tests.unit.bench.test_bench import MACHINE
 from trainer.planning.shapes.run_shapes import CONFIGS
+from trainer.telemetry.measurement import Table
 
 ROW = {
     "family": "llama",
@@ -51,8 +52,8 @@ def test_three_families_have_twelve_settings_and_leave_a_record(
         cases.append(case)
         return ROW | {"family": case.family, "setting": case.setting}
 
-    monkeypatch.setattr(full.machine, "require_gpu", lambda remedy: None)
-    monkeypatch.setattr(full.machine, "describe", lambda month: MACHINE)
+    monkeypatch.setattr(full.idle, "require_gpu", lambda remedy: None)
+    monkeypatch.setattr(full.description, "describe", lambda month: MACHINE)
     monkeypatch.setattr(full.sweep, "probe", lambda case: None)
     monkeypatch.setattr(processes, "visible", lambda: ["0"])
     monkeypatch.setattr(memory, "measured_row", measured)

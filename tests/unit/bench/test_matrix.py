@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from bench import machine, matrix
+from bench import matrix
 from bench.record import from_json
 from trainer import families
 from trainer.config.reading import load
+from trainer.machine import description
 
 CELLS = {str(cell): cell for cell in matrix.cells()}
 
@@ -81,7 +82,7 @@ def test_rows_of_other_cells_stay(tmp_path: Path) -> None:
     options = matrix.parser().parse_args(
         ["--work", str(tmp_path), "--record", str(record), "--month", "2026-11"]
     )
-    here = machine.describe("2026-11")
+    here = description.describe("2026-11")
     for family, result in (("flux1_dev", "proved"), ("llama", "refused"), ("flux1_dev", "exit code 1")):
         matrix.write_record(options, [{"family": family, "cell": "default", "result": result}], here)
     table: Any = from_json(record.read_text(), "record")

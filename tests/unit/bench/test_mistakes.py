@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from bench import __main__ as bench
-from bench import arguments, jobs, load, machine, memory, train
+from bench import arguments, jobs, load, memory, train
 from tests.unit.bench.test_bench import MACHINE
 from trainer.errors import AccessError, ConfigError, HardwareError
+from trainer.machine import description, idle
 
 BASE = "assets/tiny-flux"
 
@@ -20,9 +21,9 @@ BASE = "assets/tiny-flux"
 @pytest.fixture
 def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle GPU is here."""
-    monkeypatch.setattr(machine, "require_gpu", lambda **_: None)
-    monkeypatch.setattr(machine, "require_idle", lambda **_: None)
-    monkeypatch.setattr(machine, "describe", lambda _=None: MACHINE)
+    monkeypatch.setattr(idle, "require_gpu", lambda **_: None)
+    monkeypatch.setattr(idle, "require_idle", lambda **_: None)
+    monkeypatch.setattr(description, "describe", lambda _=None: MACHINE)
     monkeypatch.setattr(train, "compute_floors", lambda *_: ({}, {}))
 
 
@@ -147,10 +148,10 @@ def test_without_a_gpu_nothing_is_measured(
 
 
 def test_a_gpu_that_is_there_is_enough() -> None:
-    gpu = machine.parse_gpu("NVIDIA H200, 580.159.04, 143771, 4, 0\n")
-    machine.require_gpu(remedy="", read=lambda: (gpu, []))
+    gpu = idle.parse_gpu("NVIDIA H200, 580.159.04, 143771, 4, 0\n")
+    idle.require_gpu(remedy="", read=lambda: (gpu, []))
     with pytest.raises(HardwareError, match="buy one"):
-        machine.require_gpu(remedy="buy one", read=lambda: None)
+        idle.require_gpu(remedy="buy one", read=lambda: None)
 
 
 # nothing measured

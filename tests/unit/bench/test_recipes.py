@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from bench import memory, recipes
-from bench.record import Table, from_json
+from bench.record import from_json
 from tests.unit.bench.test_bench import MACHINE
 from trainer.errors import HardwareError
 from trainer.planning.shapes.run_shapes import CONFIGS
+from trainer.telemetry.measurement import Table
 
 MS = {"eager": 150.0, "bf16": 100.0, "fp8": 75.0}
 
@@ -35,8 +36,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return {"ms": [ms] * given["steps"], "peak": 80.0}, None
 
     monkeypatch.setattr(memory, "in_child", in_child)
-    monkeypatch.setattr(recipes.machine, "require_gpu", lambda remedy: None)
-    monkeypatch.setattr(recipes.machine, "describe", lambda month: MACHINE)
+    monkeypatch.setattr(recipes.idle, "require_gpu", lambda remedy: None)
+    monkeypatch.setattr(recipes.description, "describe", lambda month: MACHINE)
     monkeypatch.setattr(recipes.sweep, "probe", lambda case: None)
     return ran
 

@@ -1,11 +1,8 @@
-"""The machine that measurements are made on: what it is, and whether anything else works on it. No torch."""
+"""Whether anything else works on the GPUs that a measurement is made on, by nvidia-smi. No torch."""
 
 from __future__ import annotations
 
 import csv
-import importlib.metadata
-import os
-import platform
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -22,25 +19,9 @@ _GPU_FIELDS = "name,driver_version,memory.total,memory.used,utilization.gpu"
 _PROCESS_FIELDS = "pid,process_name,used_memory"
 PATIENCE_SECONDS = 30.0
 """Waiting time for our own last process, which may take some seconds to disappear from the GPU."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _HIDDEN = ("", "-1")
 """First values of CUDA_VISIBLE_DEVICES that hide every GPU."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The machine as a record describes it: no host name, no path."""
-
-    gpu: str
-    """Empty where there is none."""
-    gpu_gib: float
-    driver: str
-    torch: str
-    packages: str
-    """Versions that a step's speed depends on besides torch."""
-    cpu_cores: int
-    architecture: str
-    month: str
-    """Year and month of the measurement: 2026-11."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +44,7 @@ def parse_gpu(text: str) -> Gpu:
             where="nvidia-smi --query-gpu",
             remedy="choose one GPU by CUDA_VISIBLE_DEVICES",
         )
-    (name, driver), (total, used, busy) = rows[0][:2], map(_number, rows[0][2:])
+    (name, driver), (total, used, busy) = rows[0][:2], map(number, rows[0][2:])
     return Gpu(name=name, driver=driver, total_mib=total, used_mib=used, utilisation=busy)
 
 
@@ -83,20 +64,27 @@ def why_busy(gpu: Gpu, processes: Sequence[str]) -> list[str]:
     return reasons
 
 
-def read_gpu() -> tuple[Gpu, list[str]] | None:
-    """The GPU of the run and the processes on it; None where there is no nvidia-smi or all are hidden."""
-    index = environment.snapshot().get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-    if index in _HIDDEN:
+def names_of(places: Sequence[int]) -> list[str]:
+    """Names for nvidia-smi of GPUs, by their places among the visible ones."""
+    given = environment.snapshot().get(VISIBLE)
+    names = None if given is None else [name.strip() for name in given.split(",")]
+    return [str(place) if names is None else names[place] for place in places]
+
+
+def read_gpu(name: str | None = None) -> tuple[Gpu, list[str]] | None:
+    """The GPU of that name, the first visible one if not given, and the processes on it.
+
+    None where there is no nvidia-smi or all GPUs are hidden. Raises HardwareError where it fails.
+    """
+    if name is None:
+        name = environment.snapshot().get(VISIBLE, "0").split(",")[0].strip()
+    if name in _HIDDEN:
         return None
     try:
-        gpu = _ask(index, f"--query-gpu={_GPU_FIELDS}")
-        processes = _ask(index, f"--query-compute-apps={_PROCESS_FIELDS}")
+        gpu = ask(name, f"--query-gpu={_GPU_FIELDS}")
+        processes = ask(name, f"--query-compute-apps={_PROCESS_FIELDS}")
     except FileNotFoundError:
         return None
-    except subprocess.CalledProcessError as error:
-        raise HardwareError(
-            f"nvidia-smi failed: {(error.stdout or error.stderr).strip()}", where=f"GPU {index}"
-        ) from error
     return parse_gpu(gpu), parse_processes(processes)
 
 
@@ -133,27 +121,21 @@ def require_idle(
         waited += 1.0
 
 
-def describe(month: str | None = None) -> Machine:
-    """This machine; `month` in place of the clock's."""
-    found = read_gpu()
-    gpu = None if found is None else found[0]
-    names = ("diffusers", "transformers", "peft")
-    return Machine(
-        gpu="" if gpu is None else gpu.name,
-        gpu_gib=0.0 if gpu is None or gpu.total_mib is None else round(gpu.total_mib / 1024, 1),
-        driver="" if gpu is None else gpu.driver,
-        torch=importlib.metadata.version("torch"),
-        packages=", ".join(f"{name} {importlib.metadata.version(name)}" for name in names),
-        cpu_cores=len(os.sched_getaffinity(0)),
-        architecture=platform.machine(),
-        month=month or time.strftime("%Y-%m"),
-    )
+def ask(name: str, query: str) -> str:
+    """nvidia-smi's answer about a GPU as CSV without units.
+
+    Raises HardwareError where it fails, FileNotFoundError where there is none.
+    """
+    command = ["nvidia-smi", "-i", name, query, "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    except subprocess.CalledProcessError as error:
+        said = (error.stdout or error.stderr).strip()
+        raise HardwareError(f"nvidia-smi failed: {said}", where=f"GPU {name}") from error
+    except subprocess.TimeoutExpired as error:
+        raise HardwareError("nvidia-smi does not answer", where=f"GPU {name}") from error
 
 
-def _ask(index: str, query: str) -> str:
-    command = ["nvidia-smi", "-i", index, query, "--format=csv,noheader,nounits"]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-
-
-def _number(text: str) -> int | None:
+def number(text: str) -> int | None:
+    """A figure of nvidia-smi; None where it does not know it."""
     return int(text) if text.strip().isdigit() else None

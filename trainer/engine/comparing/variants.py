@@ -1,0 +1,119 @@
+"""The variants of a comparison, and the values that are the same in all of its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config.judging.rules import unused_keys
+from trainer.config.schema import RunConfig, changed
+from trainer.errors import ConfigError
+from trainer.planning.plan import Plan
+
+LETTERS = "ABCDEFGH"
+SEED = "train.seed"
+_CACHE = "data.cache_dir"
+SHARED: Mapping[str, Any] = {
+    "train.log_every_steps": 1,
+    "train.report_to": "tensorboard",
+    "checkpoint.resume_from_checkpoint": "never",
+    "validation.prompts": (),
+    "validation.control_images": (),
+    "validation.control_dir": None,
+    "validation.img_dir": None,
+    "validation.chat_file": None,
+    "validation.held_out": 0,
+    "validation.every_steps": 1_000_000,
+}
+"""Values of every run: a line of the log for each step, no previews and held-out losses, nothing sent out."""
+_PER_RUN = ("train.max_train_steps", "checkpoint.checkpointing_steps", _CACHE, "output_dir")
+"""Keys that a comparison writes itself, besides those of SHARED."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One configuration of a comparison as it is planned here."""
+
+    letter: str
+    title: str
+    """Its file's name, or the values by which it differs: `features.compute=fp8`."""
+    config: RunConfig
+    plan: Plan
+    """The plan of the user's own run, however long that is."""
+    own_seed: bool = False
+    """Whether seeds are compared: else all runs have the first variant's."""
+
+    @property
+    def name(self) -> str:
+        """Letter and title: `B features.compute=fp8`."""
+        return f"{self.letter} {self.title}"
+
+
+def varied(given: Sequence[str]) -> list[tuple[str, ...]]:
+    """The overrides of each variant from the texts of `--vary`, KEY=V1,V2; several keys change together.
+
+    Commas in brackets belong to a value. Raises ConfigError for a text that is not understood, for keys that
+    a comparison decides, and where keys have unequal numbers of values.
+    """
+    columns: list[list[str]] = []
+    for text in given:
+        key, equals, values = text.partition("=")
+        found = _split(values)
+        if not equals or len(found) < 2 or not all(found):
+            remedy = "write KEY=V1,V2: --vary features.compute=bf16,fp8"
+            raise ConfigError(f'"{text}" names no two values of a key', where="--vary", remedy=remedy)
+        if key in SHARED or key in _PER_RUN:
+            what, remedy = (
+                f"{key} is the same in all runs of a comparison",
+                "--steps, --learn set their length",
+            )
+            raise ConfigError(what, where="--vary", remedy=remedy)
+        columns.append([f"{key}={value}" for value in found])
+    if len({len(column) for column in columns}) > 1:
+        remedy = "give as many values of each: the first of all are A, the second B"
+        raise ConfigError("the keys have unequal numbers of values", where="--vary", remedy=remedy)
+    return list(zip(*columns, strict=True))
+
+
+def _split(values: str) -> list[str]:
+    """Parts of a text between its commas, but for those in brackets."""
+    parts, depth = [""], 0
+    for character in values:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+def measured_config(variant: Variant, steps: int, *, seed: int, cache: Path) -> RunConfig:
+    """The configuration of a run of so many steps.
+
+    `auto` compiles runs that are long enough to gain by it, which a measurement is not: what the plan of the
+    user's own run chose is written.
+    """
+    values = {
+        **SHARED,
+        "train.max_train_steps": steps,
+        "train.lr_warmup_steps": min(variant.config.train.lr_warmup_steps, steps - 1),
+        "checkpoint.checkpointing_steps": steps + 1,
+        SEED: seed,
+        _CACHE: cache,
+        "features.compile": variant.plan.compile,
+    }
+    return changed(variant.config, values)
+
+
+def settings(config: RunConfig) -> dict[str, str]:
+    """Values by dotted key as text, but for those that are without effect, and the same in all runs."""
+    left_out = {*SHARED, *_PER_RUN, *unused_keys(config)}
+    found: dict[str, str] = {}
+    for key, value in config.model_dump(mode="json").items():
+        section = (
+            {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
+        )
+        found |= {name: str(one) for name, one in section.items() if name not in left_out}
+    return found

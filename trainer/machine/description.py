@@ -1,0 +1,45 @@
+"""The machine as a record of measurements describes it: GPU, driver, packages, cores. No torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import time
+from dataclasses import dataclass
+
+from trainer.machine.idle import read_gpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The machine as a record describes it: no host name, no path."""
+
+    gpu: str
+    """Empty where there is none."""
+    gpu_gib: float
+    driver: str
+    torch: str
+    packages: str
+    """Versions that a step's speed depends on besides torch."""
+    cpu_cores: int
+    architecture: str
+    month: str
+    """Year and month of the measurement: 2026-11."""
+
+
+def describe(month: str | None = None) -> Machine:
+    """This machine; `month` in place of the clock's."""
+    found = read_gpu()
+    gpu = None if found is None else found[0]
+    names = ("diffusers", "transformers", "peft")
+    return Machine(
+        gpu="" if gpu is None else gpu.name,
+        gpu_gib=0.0 if gpu is None or gpu.total_mib is None else round(gpu.total_mib / 1024, 1),
+        driver="" if gpu is None else gpu.driver,
+        torch=importlib.metadata.version("torch"),
+        packages=", ".join(f"{name} {importlib.metadata.version(name)}" for name in names),
+        cpu_cores=len(os.sched_getaffinity(0)),
+        architecture=platform.machine(),
+        month=month or time.strftime("%Y-%m"),
+    )
