@@ -110,7 +110,7 @@ def _figures(folder: Path, config: Mapping[str, str], rows: Sequence[Mapping[str
     return {
         "family": config.get("family", ""),
         "method": config.get("method", ""),
-        "state": _state(folder),
+        "state": _state(folder, rows),
         "step": f"{last.get('step', 0)}/{config.get('train.max_train_steps', '?')}",
         "loss": _short(last.get("loss")),
         "held-out loss": held_out.removeprefix("held-out loss "),
@@ -121,11 +121,13 @@ def _figures(folder: Path, config: Mapping[str, str], rows: Sequence[Mapping[str
     }
 
 
-def _state(folder: Path) -> str:
+def _state(folder: Path, rows: Sequence[Mapping[str, object]]) -> str:
     if is_held(folder / LOCK_FILE):
         return "running"
     if any(folder.glob("lora/*.safetensors")) or any(folder.glob("model/**/*.safetensors")):
-        return "finished"
+        # with more patience a run goes on from there, and writes rows of later steps
+        early = [row["step"] for row in rows if "early_stop" in row]
+        return "finished early" if early and early[-1] == rows[-1]["step"] else "finished"
     return "resumable" if any((folder / "checkpoints").glob("step-*")) else "begun"
 
 

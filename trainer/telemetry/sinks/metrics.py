@@ -21,7 +21,7 @@ from prometheus_client import (
 from trainer.config.secrets import redacted
 from trainer.errors import StorageError
 from trainer.files import atomic
-from trainer.telemetry.sinks.records import StepRecord, ValidationRecord
+from trainer.telemetry.sinks.records import Record, ScoreRecord, StepRecord
 from trainer.telemetry.status import Phase
 
 METRICS_FILE = "metrics.prom"
@@ -50,6 +50,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(name="trainer_planned_steps", help="Optimizer steps that the run will do in all."),
     Metric(name="trainer_loss", help="Training loss, mean since the log step before."),
     Metric(name="trainer_validation_loss", help="Loss on held-out samples at fixed noise."),
+    Metric(name="trainer_validation_score", labels=("metric",),
+           help="Metrics of the last previews that were measured, by `validation.metrics`."),
     Metric(name="trainer_learning_rate", help="Learning rate of the last step."),
     Metric(name="trainer_grad_norm", help="Norm of the gradients before clipping."),
     Metric(name="trainer_samples_total", kind="counter",
@@ -153,7 +155,7 @@ class RunMetrics:
         entries.labels(origin="reused").inc(reused)
         entries.labels(origin="encoded").inc(encoded)
 
-    def record(self, record: StepRecord | ValidationRecord) -> None:
+    def record(self, record: Record) -> None:
         """Take in the values and the counts, and publish them."""
         values: dict[str, float] = {}
         if isinstance(record, StepRecord):
@@ -172,7 +174,10 @@ class RunMetrics:
             self._registry.counters["trainer_samples_total"].inc(record.samples)
             for _ in range(record.steps):
                 self._registry.histograms["trainer_step_seconds"].observe(record.seconds_per_step)
-        if record.validation_loss is not None:
+        if isinstance(record, ScoreRecord):
+            for metric, value in record.metrics.items():
+                self._registry.gauges["trainer_validation_score"].labels(metric=metric).set(value)
+        elif record.validation_loss is not None:
             values["trainer_validation_loss"] = record.validation_loss
         for name, value in values.items():
             self._registry.gauges[name].set(value)
