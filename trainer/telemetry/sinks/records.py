@@ -17,6 +17,10 @@ METRICS_LOG = "metrics.jsonl"
 DAMAGED_SUFFIX = ".damaged"
 
 
+SCORES = ("clip_t", "dinov2", "nearest_train", "copied", "diversity", "kid", "kid_std", "fid")
+"""Names of the metrics of previews in ScoreRecord, in the order in which tables show them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ValidationRecord:
     """A held-out loss. The one before the first step is a line of its own: nothing was trained by then."""
@@ -53,9 +57,8 @@ class ScoreRecord:
     @property
     def metrics(self) -> dict[str, float]:
         """The values that were measured, by name."""
-        names = ("clip_t", "dinov2", "nearest_train", "copied", "diversity", "kid", "kid_std", "fid")
         found = vars(self)
-        return {name: found[name] for name in names if found[name] is not None}
+        return {name: found[name] for name in SCORES if found[name] is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
