@@ -239,7 +239,7 @@ def _print(scorer: Scorer, found: Mapping[str, Scores]) -> None:
             say(f"warning: {names}: cosine {copy.cosine:.4f}, above {one.threshold:g}", err=True)
     cut = max(one.cut_prompts for one in found.values())
     if cut:
-        say(f"clip_t reads the beginning of {cut} prompts: CLIP takes 77 tokens", err=True)
+        say(f"clip_t reads the beginning of {cut} prompts, which are longer than CLIP reads", err=True)
 
 
 def _json(scorer: Scorer, found: Mapping[str, Scores]) -> str:

@@ -30,7 +30,7 @@ def with_scoring(plan: Plan, loaded: Loaded) -> Plan:
     reason = (
         f"{' and '.join(names)}, loaded after each round of previews on the CPU in float32, one at a time,"
     )
-    reason += " and freed: no memory of a GPU"
+    reason += " and freed: memory of the host"
     if len(known) < len(names):
         reason += "; sizes are known once they are on this disk"
     source, value = loaded.sources["validation.metrics"], ", ".join(validation.metrics)
@@ -39,11 +39,14 @@ def with_scoring(plan: Plan, loaded: Loaded) -> Plan:
     if not known:
         return plan
     memory = MemoryRow("scoring", max(known), "weights of the larger model, while previews are measured")
-    needed = sum(one.bytes for one in plan.host_memory) + memory.bytes
+    needed = sum(one.bytes for one in plan.train_memory) + memory.bytes
     plan = dataclasses.replace(plan, host_memory=(*plan.host_memory, memory))
     if plan.device != "cpu" or needed <= plan.budget_bytes:
         return plan
-    what = f"measuring previews takes {gib(memory.bytes)} beside what training holds, more than the budget"
+    what = (
+        f"measuring previews takes {gib(memory.bytes)} beside what training holds: {gib(needed)} at most,"
+        f" of a budget of {gib(plan.budget_bytes)}"
+    )
     return dataclasses.replace(plan, warnings=(*plan.warnings, what))
 
 

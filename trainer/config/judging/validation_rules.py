@@ -10,12 +10,10 @@ from trainer.config.schema import FID_LEAST, KID_LEAST, RunConfig
 
 _METRICS, _EARLY = "validation.metrics", "validation.early_stop"
 _LEAST = {
-    "kid": (KID_LEAST, "below that its spread is as large as what it measures"),
-    "fid": (
-        FID_LEAST,
-        "its bias falls with the number of pictures and is larger than what differs below that",
-    ),
+    "kid": (KID_LEAST, "with fewer a subset has less than 25 pictures, whose values scatter widely"),
+    "fid": (FID_LEAST, "its bias falls with the number of pictures only"),
 }
+"""Fewest pictures by metric, and why."""
 
 
 def validates(config: RunConfig) -> bool:

@@ -24,8 +24,8 @@ OF_TRAINING = frozenset({"dinov2", "nearest_train", "kid", "fid"})
 """Metrics that compare with the training pictures."""
 _LEAST = {"kid": KID_LEAST, "fid": FID_LEAST}
 _WHY = {
-    "kid": "with fewer its spread over subsets is as large as what it measures",
-    "fid": "its bias falls with their number only, and a covariance of as many features needs more pictures",
+    "kid": "with fewer a subset has less than 25 pictures, whose values scatter widely",
+    "fid": "its bias falls with their number only, and a covariance of d features needs more than d of them",
 }
 
 

@@ -137,4 +137,6 @@ def _tell(context: Context, found: Scores, step: int) -> None:
     if len(found.copies) > _MOST_TOLD:
         context.say(f"warning: and {len(found.copies) - _MOST_TOLD} more of these previews")
     if found.cut_prompts and step == 0:
-        context.say(f"clip_t reads the beginning of {found.cut_prompts} prompts: CLIP takes 77 tokens")
+        context.say(
+            f"clip_t reads the beginning of {found.cut_prompts} prompts, which are longer than CLIP reads"
+        )
