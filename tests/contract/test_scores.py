@@ -109,6 +109,22 @@ def test_a_kill_and_a_resume_measure_every_round_once(
     assert numbers(job.folder) == numbers(straight.folder)
 
 
+def test_a_resume_that_begins_to_measure_draws_the_round_of_its_checkpoint_anew(
+    workshop: Workshop, scored: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Its previews show other prompts, and one less."""
+    steps = ("checkpoint.checkpointing_steps=3", "validation.prompts=[a dog, a cat]")
+    with pytest.raises(KilledError):
+        workshop.job(CASE, tmp_path, *steps, status=dying_after(tmp_path, 5)).train()
+    job = workshop.job(CASE, tmp_path, steps[0], *scored)
+    job.train()
+    assert "resumed from step-000003" in job.said
+    rows = rows_of(job.folder)
+    assert [row["step"] for row in rows] == [3, 6, 9, 10]
+    expected = by_transformers(job.folder, 3, scored, workshop.samples / "pictures")
+    assert rows[0]["clip_t"] == pytest.approx(expected["clip_t"], abs=2e-5)
+
+
 def test_measuring_changes_no_step(workshop: Workshop, scored: tuple[str, ...], tmp_path: Path) -> None:
     losses = []
     for name, options in (("with", scored), ("without", scored[:1])):

@@ -22,7 +22,9 @@ def look_before(run: Run, state: State) -> None:
     state.patience = early_stop.after_rows(state.patience, rows, config.validation.early_stop)
     measured = any(row["step"] == step and "validation_loss" in row for row in rows)
     due, last = step % config.validation.every_steps == 0, step == config.train.max_train_steps
-    draws = step == 0 or (due and not last and not preview_path(context, step).exists())
+    scored = run.scorer is None or any(row["step"] == step and "score_data" in row for row in rows)
+    # drawn again to be measured: prompts may have changed since
+    draws = step == 0 or (due and not last and not (scored and preview_path(context, step).exists()))
     measures = step == 0 or ((due or last) and not measured)
     context.ranks.from_first((measures, draws))
     record = validate(run, state) if measures else None
@@ -30,11 +32,8 @@ def look_before(run: Run, state: State) -> None:
         run.journal.log_validation(record)
         when = f"of step {step}, measured now" if step else "before the first step"
         context.say(f"held-out loss {when}: {record.validation_loss:.4f}")
-    scored = any(row["step"] == step and "score_data" in row for row in rows)
     if draws:
         _draw(run, state)
-    elif due and not last and not scored:  # its measurement was stopped
-        _score(run, state)
     _stop_early(run, state)
 
 
