@@ -28,6 +28,7 @@ COMMANDS: dict[str, Row] = {
     "cache": Row(target="trainer.cli.train:cache", summary="Encode images and captions ahead of a run."),
     "probe": Row(target="trainer.cli.probe:probe", summary="Measure this machine."),
     "sample": Row(target="trainer.cli.sample:sample", summary="Draw prompts with a LoRA."),
+    "score": Row(target="trainer.cli.score:score", summary="Measure pictures: likeness, copies, KID."),
     "verify-lora": Row(target="trainer.cli.sample:verify_lora", summary="Check a LoRA file."),
     "export": Row(target="trainer.cli.files:export", summary="Write a LoRA for ComfyUI or for diffusers."),
     "merge": Row(target="trainer.cli.files:merge", summary="Write the base model with a LoRA in it."),

@@ -44,11 +44,12 @@ def plan(layers: Layers, facts_file: Path | None, form: str | None) -> None:
     from trainer.planning.kept_decisions import continued
     from trainer.planning.planning import machine_facts, plan_run, requested_profile
     from trainer.planning.render import environment_exports, plan_text
+    from trainer.planning.scoring_row import with_scoring
 
     require_dataset(layers.dataset)
     loaded = with_epochs(continued(layers.load()))
     decided = plan_run(loaded, machine_facts(facts_file), requested_profile())
-    decided = with_data(decided, loaded.config)
+    decided = with_scoring(with_data(decided, loaded.config), loaded)
     if form == "json":
         click.echo(redacted(codec.to_json(decided)), nl=False)
     elif form == "export":

@@ -27,6 +27,7 @@ def runs() -> None:
     \f
     Examples:
       trainer runs list runs
+      trainer runs show runs/my-lora
       trainer runs compare runs/rank-16 runs/rank-32 --plot losses.png
       trainer runs list runs --csv > runs.csv
     """
@@ -54,6 +55,39 @@ def list_runs(folders: tuple[Path, ...], as_csv: bool, plot: Path | None) -> Non
     rows = [["run", *found[0].figures], *([str(run.folder), *run.figures.values()] for run in found)]
     _print(rows, as_csv=as_csv)
     _plot(found, plot)
+
+
+@shown_below_options
+@runs.command()
+@click.argument("folder", metavar="RUN", type=_PATH)
+@click.option("--csv", "as_csv", is_flag=True, help="Print the rounds of validation as CSV.")
+def show(folder: Path, as_csv: bool) -> None:
+    """Show one run: its figures, and held-out loss and metrics of previews of each round of validation.
+    \f
+    Examples:
+      trainer runs show runs/my-lora
+      trainer runs show runs/my-lora --csv > rounds.csv
+
+    Metrics are those of validation.metrics, which `trainer score --help` explains.
+    """
+    from trainer.telemetry.runs import is_run
+
+    if not is_run(folder):
+        remedy = "name the output_dir of one run; `trainer runs list` finds them below a folder"
+        raise ConfigError("no run is in this folder", where=str(folder), remedy=remedy)
+    (run,) = _read([folder], passing_over=False)
+    names = dict.fromkeys(name for values in run.rounds.values() for name in values)
+    rows = [["step", *names]]
+    rows += [
+        [str(step), *(f"{values[name]:.4g}" if name in values else "" for name in names)]
+        for step, values in run.rounds.items()
+    ]
+    if not as_csv:
+        figures = [[name, value] for name, value in run.figures.items() if value]
+        _print([["run", str(run.folder)], *figures], as_csv=False)
+        say(f"{run.early_stop}\n" if run.early_stop else "")
+    if run.rounds:
+        _print(rows, as_csv=as_csv)
 
 
 @shown_below_options

@@ -37,6 +37,7 @@ def train(layers: Layers, no_probe: bool) -> int:
     from trainer.planning.epochs import with_epochs
     from trainer.planning.kept_decisions import continued
     from trainer.planning.render import plan_text
+    from trainer.planning.scoring_row import with_scoring
 
     launch = launchers.found(environment.snapshot())
     stop_before_start(launch)
@@ -47,7 +48,7 @@ def train(layers: Layers, no_probe: bool) -> int:
     port = environment.metrics_port()
     require_startable(loaded, port=port, writes_run=True)
     facts, plan = planned(loaded, probe=not no_probe)
-    plan = with_data(plan, loaded.config)
+    plan = with_scoring(with_data(plan, loaded.config), loaded)
     say(plan_text(plan), err=True)  # stdout belongs to results
     require_free_memory(plan, facts)
     return run_job(loaded, facts, plan, Job(mode="train"), port=port)

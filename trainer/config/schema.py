@@ -289,6 +289,21 @@ class ParallelSection(Section):
     fine-tune every GPU holds its rows of all weights and moments, with `auto` as with `full`."""
 
 
+KID_LEAST, FID_LEAST = 50, 10_000
+"""The fewest pictures, of each kind, that KID and FID are measured on."""
+
+
+class EarlyStopSection(Section):
+    """The end of training before its last step, where a metric gets no better."""
+
+    monitor: Literal["validation_loss", "clip_t", "dinov2", "kid"] = "validation_loss"
+    """Metric by its name in metrics.jsonl: the held-out loss, or one of `validation.metrics`."""
+    patience: Positive = 3
+    """Rounds of validation in a row without a better value after which training ends."""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """A value is better where it is by more than this."""
+
+
 class ValidationSection(Section):
     """Previews and held-out loss."""
 
@@ -323,6 +338,18 @@ class ValidationSection(Section):
     control_images: tuple[UserPath | tuple[UserPath, ...], ...] = ()
     """For families that edit: the image, or list of images, that each of `prompts` edits; those of the first
     samples when not given."""
+    metrics: tuple[Literal["clip_t", "dinov2", "nearest_train", "diversity", "kid", "fid"], ...] = ()
+    """Figures of each round of previews: `clip_t` cosine of picture and prompt, `dinov2` likeness to the
+    training pictures, `nearest_train` copies of one, `diversity` over seeds, `kid` (from 50 pictures on)."""
+    clip_model: ModelName = "openai/clip-vit-large-patch14"
+    """Folder or repository of the CLIP model of `clip_t`."""
+    dinov2_model: ModelName = "facebook/dinov2-base"
+    """Folder or repository of the DINOv2 model of all other metrics."""
+    copy_threshold: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """A preview whose cosine to a training picture is above it is told as a copy by `nearest_train`."""
+    early_stop: EarlyStopSection | None = None
+    """End the run, as a finished one, after `patience` rounds of validation in a row in which `monitor`
+    (validation_loss, or clip_t, dinov2 or kid of `metrics`) got better by no more than `min_delta`."""
 
     @property
     def names_samples(self) -> bool:

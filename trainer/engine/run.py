@@ -32,12 +32,13 @@ from trainer.engine.results import proof
 from trainer.engine.results.full import export_full, prove_full
 from trainer.engine.results.pictures import before_after, row, shown, write_png
 from trainer.engine.spec import Spec
-from trainer.engine.training import loop, state
+from trainer.engine.training import loop, rounds, state
 from trainer.engine.training.epochs import with_steps
 from trainer.engine.training.feed import varies
 from trainer.engine.training.graphs import Graphs
 from trainer.engine.training.held_out import HeldOut, held_out_entries, prove_best, restore_best
 from trainer.engine.training.preview import draw_previews, drop_previews_after, sample, write_before_after
+from trainer.engine.training.scores import make_scorer, score_previews
 from trainer.engine.training.work import counter
 from trainer.errors import DataError, DivergedError, EndedTogether, PeerLostError, Problem
 from trainer.files import atomic
@@ -103,6 +104,7 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     context = with_steps(context, samples.training)
     start = _start(context, samples)
     context = start.context
+    scorer = make_scorer(context, samples)
     if context.ranks.first:
         resume.require_space(context)
         _write_run_files(context, spec, start)
@@ -140,7 +142,7 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
         )
     restore_best(context, now.step)
     drop_previews_after(context, now.step)
-    run = state.Run(**vars(work), journal=journal, start=start)
+    run = state.Run(**vars(work), journal=journal, start=start, scorer=scorer)
     with journal:
         try:
             loop.train(run, now)
@@ -192,7 +194,7 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
     context, model = run.context, run.built.model
     context.status.beat(Phase.SAVE)
     run.journal.phase(Phase.SAVE)
-    with loop.beside_training(run):
+    with rounds.beside_training(run):
         if before is None:
             path, comfyui, result = proof.export_lora(context, model)
             prove_best(context, model, run.held_out, path)
@@ -205,6 +207,7 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
         if strip is not None:
             context.say(f"previews: {strip}")
             write_before_after(context, run.entries, step)
+    score_previews(run, step)
     if context.device != "cpu" and context.status.device_memory:  # a plan that is wrong should be seen
         plan, training = context.plan, context.status.device_memory()
         parts = [
@@ -232,14 +235,14 @@ def _follow(work: state.Work, now: state.State, before: list[torch.Tensor] | Non
     try:
         loop.follow(work, now)
         if before is not None:
-            with loop.beside_training(work):
+            with rounds.beside_training(work):
                 _finish_full(context, work.built, before)
                 if context.config.validation.prompts:
                     sample(context, model, work.entries, context.ranks)
             return
         path = context.ranks.from_first(context.run_dir)
         if context.config.validation.prompts:
-            with loop.beside_training(work):
+            with rounds.beside_training(work):
                 proof.take_back(context, model, path)
                 sample(context, model, work.entries, context.ranks)
     except EndedTogether:

@@ -94,6 +94,9 @@ FAMILY: tuple[Rule[OfFamily], ...] = (
          "`{key}`: {title} trains on images, and a caption is no conversation", "leave it out"),
     Rule(("data.sets",), lambda at: _written(at, _talks(at), _ABOUT_IMAGES),
          "`{key}`: {title} trains on conversations, and {why}", "leave it out"),
+    Rule(("validation.metrics",),
+         lambda at: _written(at, _talks(at) and bool(at.config.validation.metrics), {}, "validation.metrics"),
+         "`{key}`: {title} writes text, and these measure pictures", "leave it out"),
 )  # fmt: skip
 
 

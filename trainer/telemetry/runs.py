@@ -12,7 +12,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.files import atomic
 from trainer.telemetry.locks import is_held
 from trainer.telemetry.rundir import LOCK_FILE
-from trainer.telemetry.sinks.records import METRICS_LOG, held_out_line, read_lines
+from trainer.telemetry.sinks.records import METRICS_LOG, SCORES, held_out_line, read_lines
 from trainer.words.sizes import GIB
 
 CONFIG_FILE = "config.resolved.yaml"
@@ -33,6 +33,10 @@ class Run:
     """(step, loss) of every validation."""
     figures: Mapping[str, str]
     """The cells of its row in `trainer runs list`, by column."""
+    rounds: Mapping[int, Mapping[str, float]]
+    """Held-out loss and metrics of previews of every validation, by step and name; a later line wins."""
+    early_stop: str = ""
+    """Why it ended before its last planned step; empty where it did not."""
     damaged_lines: int = 0
     """Lines of its metrics that are damaged, and left out."""
 
@@ -95,11 +99,31 @@ def read_run(folder: Path) -> Run:
     held_out = [
         (row["step"], row["validation_loss"]) for row in rows if row.get("validation_loss") is not None
     ]
-    figures = _figures(folder, config, rows)
-    damaged = found.count(None)
     return Run(
-        folder=folder, config=config, losses=losses, held_out=held_out, figures=figures, damaged_lines=damaged
+        folder=folder,
+        config=config,
+        losses=losses,
+        held_out=held_out,
+        figures=_figures(folder, config, rows),
+        rounds=_rounds(rows),
+        early_stop=_early_stop(rows),
+        damaged_lines=found.count(None),
     )
+
+
+def _rounds(rows: Sequence[Mapping[str, float]]) -> dict[int, dict[str, float]]:
+    found: dict[int, dict[str, float]] = {}
+    for row in rows:
+        values = {name: row[name] for name in ("validation_loss", *SCORES) if row.get(name) is not None}
+        if values:
+            found.setdefault(int(row["step"]), {}).update(values)
+    return found
+
+
+def _early_stop(rows: Sequence[Mapping[str, object]]) -> str:
+    """Why the run ended early: with more patience one goes on from there, and writes rows of later steps."""
+    early = [row for row in rows if "early_stop" in row]
+    return str(early[-1]["early_stop"]) if early and early[-1]["step"] == rows[-1]["step"] else ""
 
 
 def _figures(folder: Path, config: Mapping[str, str], rows: Sequence[Mapping[str, float]]) -> dict[str, str]:
@@ -110,7 +134,7 @@ def _figures(folder: Path, config: Mapping[str, str], rows: Sequence[Mapping[str
     return {
         "family": config.get("family", ""),
         "method": config.get("method", ""),
-        "state": _state(folder),
+        "state": _state(folder, rows),
         "step": f"{last.get('step', 0)}/{_length(config)}",
         "loss": _short(last.get("loss")),
         "held-out loss": held_out.removeprefix("held-out loss "),
@@ -123,11 +147,11 @@ def _figures(folder: Path, config: Mapping[str, str], rows: Sequence[Mapping[str
     }
 
 
-def _state(folder: Path) -> str:
+def _state(folder: Path, rows: Sequence[Mapping[str, object]]) -> str:
     if is_held(folder / LOCK_FILE):
         return "running"
     if any(folder.glob("lora/*.safetensors")) or any(folder.glob("model/**/*.safetensors")):
-        return "finished"
+        return "finished early" if _early_stop(rows) else "finished"
     return "resumable" if any((folder / "checkpoints").glob("step-*")) else "begun"
 
 

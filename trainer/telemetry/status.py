@@ -85,6 +85,8 @@ class Status:
     """Processes of this run, of which each has a status."""
     waits: bool = False
     """Whether the process waits for the other ranks of its run: they are judged, not this one."""
+    early_stop: str = ""
+    """Why training ended before its last planned step; empty where it did not."""
     exit_code: int | None = None
     """Set by the supervisor when the training process has ended."""
     cause: str = ""
@@ -135,6 +137,8 @@ class StatusWriter:
         """The phase of the last beat."""
         self.device_memory: Callable[[], int] | None = None
         """Most bytes of its GPU that this process held; set once it loads the model."""
+        self.early_stop = ""
+        """Why training ended before its last planned step; set where it did."""
         self._last: Status | None = None
         self._written = 0.0
         self._item_started = 0.0
@@ -184,6 +188,7 @@ class StatusWriter:
             median_step_seconds=self._median,
             device_memory_reserved_peak_bytes=self.device_memory() if self.device_memory else None,
             ranks=self._ranks,
+            early_stop=self.early_stop,
         )
         self._write(status)
 
@@ -243,7 +248,8 @@ def _is_sound(raw: dict[str, object]) -> bool:
     if not isinstance(ranks, int) or not 1 <= ranks <= _MOST_RANKS:
         return False
     numbers += [value for value in optional if value is not None]
-    return isinstance(raw.get("cause"), str) and all(
+    texts = (raw.get("cause"), raw.get("early_stop", ""))
+    return all(isinstance(text, str) for text in texts) and all(
         isinstance(value, int | float) and math.isfinite(value) for value in numbers
     )
 
@@ -311,7 +317,8 @@ def verdict(status: Status | None, now: float, *, scale: float = 1.0) -> Verdict
         return Verdict(reason=f"ended with exit code {code} in {where}: {meaning}")
     budget = budget_seconds(status, scale=scale)
     if budget is None or code == ExitCode.OK:
-        return Verdict(healthy=True, ready=True, reason="finished")
+        early = f": {status.early_stop}" if status.early_stop else ""
+        return Verdict(healthy=True, ready=True, reason=f"finished{early}")
     age = now - status.beat
     if age < 0:
         return Verdict(reason="no run: the status is from before this machine's last start")

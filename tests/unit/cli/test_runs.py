@@ -213,3 +213,31 @@ def test_a_run_that_trains_is_running(folder: Path, capsys: pytest.CaptureFixtur
         assert capsys.readouterr().out.splitlines()[1].split()[3] == "running"
     main(["runs", "list", "runs/more"])
     assert capsys.readouterr().out.splitlines()[1].split()[3] == "resumable"
+
+
+def test_show_has_a_row_a_round_and_says_why_a_run_ended_early(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = Path("runs/one/metrics.jsonl")
+    rows = [
+        {"step": 20, "pictures": 2, "score_data": "h", "clip_t": 0.25, "copied": 0},
+        {"step": 40, "pictures": 2, "score_data": "h", "clip_t": 0.3, "copied": 1},
+        {"step": 40, "early_stop": "early stop at step 40: because"},
+    ]
+    log.write_text(log.read_text() + "".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["runs", "show", "runs/one"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert ["state", "finished", "early"] in [line.split() for line in lines]
+    assert lines[-6:-4] == ["early stop at step 40: because", ""]
+    table = [line.split() for line in lines[-4:]]
+    assert table[0] == ["step", "validation_loss", "clip_t", "copied"]
+    assert table[1:] == [["0", "2"], ["20", "1", "0.25", "0"], ["40", "0.5", "0.3", "1"]]
+    assert main(["runs", "show", "runs/one", "--csv"]) == 0
+    read = [*csv.reader(io.StringIO(capsys.readouterr().out))]
+    assert read == [[*table[0]], ["0", "2", "", ""], *table[2:]]
+    # with more patience the run went on: it did not end there
+    log.write_text(log.read_text() + json.dumps({"step": 50, "loss": 0.2}) + "\n")
+    assert main(["runs", "list", "runs/one"]) == 0
+    assert "finished early" not in capsys.readouterr().out
+    assert main(["runs", "show", "runs"]) == 78
+    assert "no run is in this folder" in capsys.readouterr().err

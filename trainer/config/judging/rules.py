@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trainer.config import fields
-from trainer.config.judging import path_rules
+from trainer.config.judging import path_rules, validation_rules
 from trainer.config.judging.rule import Clash, Context, Rule
+from trainer.config.judging.validation_rules import validates
 from trainer.config.schema import DataSet, RunConfig, ValidationSection
 from trainer.ways.storages import frozen
 from trainer.words.near import did_you_mean
@@ -25,14 +26,9 @@ _KINDS = ("img_dir", "chat_file", "dataset_info")
 _RECOMPUTE, _MODEL = "features.activation_checkpointing", "model.pretrained_model_name_or_path"
 
 
-def _validates(config: RunConfig) -> bool:
-    held_out = config.validation
-    return bool(held_out.held_out or held_out.names_samples)
-
-
 def keeps_best(config: RunConfig) -> bool:
     """True if the run keeps the LoRA of its lowest held-out loss."""
-    return config.method == "lora" and config.checkpoint.keep_best and _validates(config)
+    return config.method == "lora" and config.checkpoint.keep_best and validates(config)
 
 
 _UNUSED: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str, str], ...] = (
@@ -67,8 +63,17 @@ _UNUSED: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str, str], ..
      lambda run: run.method == "lora" or run.features.compute != "fp8",
      "without `method: full` and `features.compute: fp8`", "remove it"),
     (("checkpoint.keep_best",),
-     lambda run: run.method == "full" or not _validates(run),
+     lambda run: run.method == "full" or not validates(run),
      "without held-out samples and `method: lora`", "remove it"),
+    (("validation.clip_model",),
+     lambda run: "clip_t" not in run.validation.metrics,
+     "without clip_t in `validation.metrics`", "remove it"),
+    (("validation.dinov2_model",),
+     lambda run: not set(run.validation.metrics) - {"clip_t"},
+     "without one of `validation.metrics` that needs it", "remove it"),
+    (("validation.copy_threshold",),
+     lambda run: "nearest_train" not in run.validation.metrics,
+     "without nearest_train in `validation.metrics`", "remove it"),
 )  # fmt: skip
 """Keys, when they have no effect, why, and what to do where one is written."""
 
@@ -280,7 +285,7 @@ def _many_views(context: Context) -> Iterator[Clash]:
 
 
 RULES: tuple[Rule[Context], ...] = (
-    Rule(("method", "flow.weighting_scheme", "validation.img_dir", "features.weights"), _without_effect,
+    Rule(("method", "flow.weighting_scheme", "validation", "features.weights"), _without_effect,
          "`{key}` has no effect {why}", "{remedy}"),
     Rule(("features.weights", "method"),
          lambda at: at.config.method == "full" and at.config.features.weights in frozen(),
@@ -366,6 +371,7 @@ RULES: tuple[Rule[Context], ...] = (
          "`{key}`: {path} is a training set ({trained})",
          "name a {others}, or write `held_out: 2` to keep two of these out"),
     *path_rules.RULES,
+    *validation_rules.RULES,
     Rule(("model.dtype", "method"),
          lambda at: at.config.model.dtype == "fp16" and at.config.method == "full",
          "`model.dtype: fp16` is for `method: lora`: a full fine-tune in it would lose small updates",

@@ -62,6 +62,8 @@ class Snapshot:
     """Values that a run that goes on must share, by name."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Values of which a resume tells the changes, by name; empty in checkpoints of 0.1.0."""
+    early_stop: Mapping[str, Any] = field(default_factory=dict)
+    """Rounds of validation, as `early_stop.Patience`; empty in older checkpoints."""
 
 
 def save(
@@ -205,7 +207,7 @@ class _DamagedError(Exception):
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
-    """The content of state.json; `settings` and `sha256` are empty in one of 0.1.0. Raises _DamagedError."""
+    """The content of state.json; what an older trainer did not write is empty. Raises _DamagedError."""
     path = folder / _STATE
     try:
         with reading_told(path):
@@ -224,7 +226,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
             where=str(folder),
             remedy="go on with that trainer, or move the checkpoint away to go on from the one before",
         )
-    state = {"settings": {}, "sha256": {}, **state}
+    state = {"settings": {}, "sha256": {}, "early_stop": {}, **state}
     for key, kind in _STATE_TYPES.items():
         if not isinstance(state.get(key), kind):
             raise _DamagedError(f"{_STATE} is not one of ours: {key} is {state.get(key)!r:.80}")
@@ -234,7 +236,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
 _STATE_TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("version", "step", "interval_steps"), int),
     "interval_loss": float | int,
-    **dict.fromkeys(("fingerprint", "settings", "files", "sha256"), dict),
+    **dict.fromkeys(("fingerprint", "settings", "files", "sha256", "early_stop"), dict),
 }
 
 

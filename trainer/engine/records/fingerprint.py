@@ -79,8 +79,9 @@ FREE: tuple[str, ...] = (
     "validation.num_inference_steps", "validation.guidance_scale", "validation.resolution",
     "validation.max_new_tokens", "validation.control_images", "validation.img_dir", "validation.chat_file",
     "validation.columns", "validation.dataset_info", "validation.name",
-    "validation.control_dir", "checkpoint.checkpointing_steps", "checkpoint.checkpoints_total_limit",
-    "checkpoint.resume_from_checkpoint", "checkpoint.keep_best",
+    "validation.control_dir", "validation.metrics", "validation.clip_model", "validation.dinov2_model",
+    "validation.copy_threshold", "validation.early_stop", "checkpoint.checkpointing_steps",
+    "checkpoint.checkpoints_total_limit", "checkpoint.resume_from_checkpoint", "checkpoint.keep_best",
 )  # fmt: skip
 """Keys that change no step: nothing is said of them."""
 

@@ -20,8 +20,11 @@ from trainer.telemetry.sinks.records import (
     DAMAGED_SUFFIX,
     METRICS_LOG,
     MetricsLog,
+    ScoreRecord,
     StepRecord,
     ValidationRecord,
+    read_metrics,
+    written_values,
 )
 from trainer.telemetry.sinks.tracker import Tracker
 from trainer.telemetry.status import Phase
@@ -79,6 +82,12 @@ class Journal:
         """Record a held-out loss on a line of its own."""
         for sink in self._figures:
             sink.record(record)
+
+    def log_scores(self, record: ScoreRecord) -> None:
+        """Record the metrics of previews on a line of their own; a line that is there already stands."""
+        if written_values(record) not in read_metrics(self.context.run_dir / METRICS_LOG):
+            for sink in self._figures:
+                sink.record(record)
 
     def log_step(
         self,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainer.data.records import Record
 from trainer.engine.context import Context
-from trainer.engine.records import checkpoint
+from trainer.engine.records import checkpoint, early_stop
 from trainer.engine.records.fingerprint import Change, changes, values
 from trainer.errors import ConfigError, NoSpaceError
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
@@ -84,7 +84,9 @@ def _tell_changes(
     """Say every value that has changed since the checkpoint, `succeeding` ones of the fingerprint too; gives
     `Start.relabels`.
     """
-    finished, older = snapshot.step == context.config.train.max_train_steps, not snapshot.settings
+    rounds, older = early_stop.Patience(**snapshot.early_stop), not snapshot.settings
+    ended_early = early_stop.reason(rounds, context.config.validation.early_stop)
+    finished = bool(ended_early) or snapshot.step == context.config.train.max_train_steps
     if older:
         context.say("an older trainer wrote the checkpoint: what changed in the settings since is not known")
     found = [*succeeding, *([] if older else changes(snapshot.settings, settings)[0])]
@@ -94,10 +96,10 @@ def _tell_changes(
         else:
             context.say(f"{change.name}: {change.new} from here on, {change.old} before")
     if found and finished:
-        context.say(
-            f"all {snapshot.step} steps are trained already: raise train.max_train_steps to train on, or "
-            f"choose another output_dir to train with other settings"
-        )
+        done, more = f"all {snapshot.step} steps are trained already", "raise train.max_train_steps"
+        if ended_early:
+            done, more = ended_early, "raise validation.early_stop.patience, or leave early_stop out,"
+        context.say(f"{done}: {more} to train on, or choose another output_dir to train with other settings")
     return finished and (older or bool(found))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -16,9 +16,8 @@ from trainer.engine.context import Context
 from trainer.engine.optimizing.optimizer import FLOOR, HostFlag
 from trainer.engine.optimizing.schedule import learning_rate
 from trainer.engine.records import checkpoint
-from trainer.engine.training import held_out, together
+from trainer.engine.training import rounds, together
 from trainer.engine.training.feed import Fed, feed
-from trainer.engine.training.preview import draw_previews, preview_path, sample
 from trainer.engine.training.state import Run, State, Work, save, take_part_in_save
 from trainer.errors import (
     DataError,
@@ -33,13 +32,7 @@ from trainer.modeling.attention.text_lengths import padded_text
 from trainer.modeling.blocks.compiled import graphs_compiled, mark_varying
 from trainer.modeling.seeds import seeded
 from trainer.telemetry.progress import Progress, progress
-from trainer.telemetry.sinks.records import (
-    METRICS_LOG,
-    ValidationRecord,
-    of_tokens,
-    read_metrics,
-    written_values,
-)
+from trainer.telemetry.sinks.records import ValidationRecord
 from trainer.telemetry.status import Phase
 
 _SAVED = (StoppedError, OutOfMemoryError, DataError)
@@ -57,11 +50,12 @@ def train(run: Run, state: State) -> None:
     context.status.beat(Phase.FIRST_STEP, step=state.step, total=total)
     run.journal.phase(Phase.FIRST_STEP)
     try:
-        _look_before(run, state)
-        together.look_ahead(run, state, steps)
+        rounds.look_before(run, state)
+        if not state.ended_early:
+            together.look_ahead(run, state, steps)
         with progress(total, "training", start=state.step) as bar:
             run.journal.start_clock()
-            while state.step < total:
+            while state.step < total and not state.ended_early:
                 first = state.flag is None
                 _one_step(run, state, steps)
                 if first:
@@ -72,6 +66,8 @@ def train(run: Run, state: State) -> None:
             context.say(f"{captured}{graphs_compiled()} graphs compiled")
         _check_finite(run, state)
         together.require_equal(run, state)
+        if state.ended_early:
+            rounds.tell_early_stop(run, state)
         if _saves_last(run):
             save(run, state)
     except _SAVED:
@@ -114,32 +110,21 @@ def _follow(work: Work, state: State) -> None:
     steps = together.Steps(feed(context, work.entries, context.settings, state.step, total))
     context.status.beat(Phase.FIRST_STEP, step=state.step, total=total)
     with contextlib.closing(steps):
-        measures, draws = context.ranks.from_first((False, False))  # as `_look_before` says
-        if measures:
-            _validate(work, state)
-        if draws:
-            _draw_share(work, state)
-        together.look_ahead(work, state, steps)
-        while state.step < total:
+        rounds.follow_before(work, state)
+        if not state.ended_early:
+            together.look_ahead(work, state, steps)
+        while state.step < total and not state.ended_early:
             _one_step(work, state, steps)
             if state.step % every == 0 or state.step == total:
-                _validate(work, state)
+                rounds.validate(work, state)
             if state.step % config.checkpoint.checkpointing_steps == 0:
                 together.require_equal(work, state)
                 take_part_in_save(work, state)
             if state.step % every == 0 and state.step < total:
-                _draw_share(work, state)
+                rounds.follow(work, state)
         together.require_equal(work, state)
         if _saves_last(work):
             take_part_in_save(work, state)
-
-
-def _draw_share(work: Work, state: State) -> None:
-    """Draw this rank's previews where rank 0 draws all of a step."""
-    together.require_equal(work, state)
-    if work.context.config.validation.prompts:
-        with beside_training(work):
-            sample(work.context, work.built.model, work.entries, work.context.ranks)
 
 
 def _one_step(run: Work, state: State, steps: together.Steps) -> None:
@@ -290,7 +275,7 @@ def _after_step(run: Run, state: State, bar: Progress) -> None:
     with run.journal.untimed():
         if step % every == 0 or step == total:
             try:
-                validation = _validate(run, state)
+                validation = rounds.validate(run, state)
             except DataError:
                 # the step is saved now, so that no later process can write its line
                 bar.advance(1, text=_log(run, state, None))
@@ -303,56 +288,8 @@ def _after_step(run: Run, state: State, bar: Progress) -> None:
             _check_finite(run, state)
             together.require_equal(run, state)
             save(run, state)
-        if step % every == 0 and step < total:  # the last one is drawn with the LoRA loaded from its file
-            together.require_equal(run, state)
-            with beside_training(run):
-                draw_previews(run, step)
-
-
-def _look_before(run: Run, state: State) -> None:
-    """The held-out loss and preview of the base before the first step; on a resume, those of
-    the checkpoint's step that are missing: held-out samples could not be read, or its preview was stopped.
-    """
-    step, context, config = state.step, run.context, run.context.config
-    rows = read_metrics(context.run_dir / METRICS_LOG)
-    measured = any(row["step"] == step and "validation_loss" in row for row in rows)
-    due, last = step % config.validation.every_steps == 0, step == config.train.max_train_steps
-    draws = step == 0 or (due and not last and not preview_path(context, step).exists())
-    measures = step == 0 or ((due or last) and not measured)
-    context.ranks.from_first((measures, draws))
-    record = _validate(run, state) if measures else None
-    if record is not None:
-        run.journal.log_validation(record)
-        when = f"of step {step}, measured now" if step else "before the first step"
-        context.say(f"held-out loss {when}: {record.validation_loss:.4f}{of_tokens(written_values(record))}")
-    if draws:
-        together.require_equal(run, state)
-        with beside_training(run):
-            draw_previews(run, step)
-
-
-def _validate(run: Work, state: State) -> ValidationRecord | None:
-    """The held-out loss, measured by all ranks together; None where nothing is held out."""
-    context, model, step = run.context, run.built.model, state.step
-    if run.held_out is None:
-        return None
-    together.require_equal(run, state)
-    with beside_training(run):
-        record = held_out.measure(context, model, run.held_out, step=step, ranks=context.ranks)
-        if step and context.ranks.first:
-            held_out.keep_best(context, model, record)
-    return record
-
-
-@contextlib.contextmanager
-def beside_training(run: Work) -> Generator[None, None, None]:
-    """Previews, held-out losses and exports: without the activations that CUDA graphs hold, and without
-    compiling more; with the mean of the weights, where one is kept.
-    """
-    if run.graphs is not None:
-        run.graphs.drop()
-    with uncompiled(run.context), run.built.updater.averaged():
-        yield
+        if step % every == 0 and step < total:
+            rounds.draw(run, state)
 
 
 def _log(run: Run, state: State, validation: ValidationRecord | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
@@ -16,8 +17,10 @@ from trainer.engine.context import Context
 from trainer.engine.optimizing.exchange import SlowRanks, Stopwatch
 from trainer.engine.optimizing.optimizer import HostFlag, Updater
 from trainer.engine.records import checkpoint
+from trainer.engine.records.early_stop import Patience
 from trainer.engine.records.journal import Journal
 from trainer.engine.records.resume import Start
+from trainer.engine.scoring.score import Scorer
 from trainer.engine.training.graphs import Graphs
 from trainer.engine.training.held_out import HeldOut
 from trainer.engine.training.work import Counter
@@ -46,6 +49,8 @@ class Run(Work):
     journal: Journal
     start: Start
     """Values that checkpoints record."""
+    scorer: Scorer | None = None
+    """Measures previews, where the configuration asks for it."""
 
 
 @dataclass(kw_only=True)
@@ -80,6 +85,10 @@ class State:
     problem: TrainerError | None = None
     """Why this rank of several cannot read the next step."""
     suspects: Sequence[MicroBatch] = field(default_factory=tuple)
+    patience: Patience = field(default_factory=Patience)
+    """Rounds of validation that early stopping counts, on rank 0."""
+    ended_early: str = ""
+    """Why training ends before its last planned step; empty where it does not."""
     saved_step: int = 0
     saved_in: Path | None = None
     """Checkpoint of `saved_step`, which may be one of another folder that the run was resumed from."""
@@ -97,6 +106,7 @@ def save(run: Run, state: State) -> None:
         interval_steps=int(state.interval_steps.item()),
         fingerprint=run.start.fingerprint,
         settings=run.start.settings,
+        early_stop=dataclasses.asdict(state.patience),
     )
     context.status.beat(Phase.SAVE, step=state.step)
     folder = checkpoint.save(
@@ -153,4 +163,5 @@ def restore(context: Context, updater: Updater, start: Start) -> State:
         state.step = state.saved_step = state.equal_step = snapshot.step
         state.interval_loss += snapshot.interval_loss
         state.interval_steps += snapshot.interval_steps
+        state.patience = Patience(**snapshot.early_stop)
     return state

@@ -81,9 +81,11 @@ def download(
     *,
     on_start: Callable[[Download], None] | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
+    key: str = KEY,
 ) -> Path:
     """Download the files that match `patterns` and return their folder, whose name is the commit.
 
+    `key` is where the repository is named, for messages.
     `on_start` hears the sizes first; `on_bytes(done, total)` runs as bytes arrive, in any thread but never in
     two at once, and may raise to stop. Raises AccessError (gated, not found, no network) and NoSpaceError
     (before any byte when the disk is too small).
@@ -116,7 +118,7 @@ def download(
             return Path(wanted(tqdm_class=_bar_class(plan.missing_bytes, on_bytes)))
     # raised by httpx2 and huggingface_hub for the network, the server and the cache folder
     except (httpx2.HTTPError, OSError) as error:
-        raise _told(repository, revision, error) from error
+        raise _told(repository, revision, error, key) from error
 
 
 def _measured(repository: str, files: Sequence[DryRunFileInfo], cache: Path) -> Download:
@@ -138,7 +140,7 @@ def _measured(repository: str, files: Sequence[DryRunFileInfo], cache: Path) -> 
     )
 
 
-def _told(repository: str, revision: str | None, error: Exception) -> TrainerError:
+def _told(repository: str, revision: str | None, error: Exception, key: str) -> TrainerError:
     """The error with its exit code and what helps against it."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -157,20 +159,20 @@ def _told(repository: str, revision: str | None, error: Exception) -> TrainerErr
     status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
     if isinstance(cause, GatedRepoError) or status == 403:
         what = f"{repository} is given only to those who accepted its licence"
-        return AccessError(what, where=KEY, remedy=f"accept the licence on {page}, then {token}")
+        return AccessError(what, where=key, remedy=f"accept the licence on {page}, then {token}")
     if isinstance(cause, RevisionNotFoundError):
         what = f"{repository} has no revision {revision!r}"
         return AccessError(what, where="model.revision", remedy=f"branches and tags are listed on {page}")
     if isinstance(cause, RepositoryNotFoundError) or status == 401:
         what = f"{repository} is no folder here, and the hub does not show such a repository"
         remedy = f"check the name on {page}; if it is private or asks for a licence, {token}"
-        return AccessError(what, where=KEY, remedy=remedy)
+        return AccessError(what, where=key, remedy=remedy)
     if status is not None:
         remedy = "the fault is on the hub's side: try again later; what was downloaded is kept"
-        return AccessError(f"the hub answered {status} for {repository}", where=KEY, remedy=remedy)
+        return AccessError(f"the hub answered {status} for {repository}", where=key, remedy=remedy)
     return AccessError(
         f"{repository} could not be downloaded ({type(cause).__name__}: {cause})",
-        where=KEY,
+        where=key,
         remedy="check network and proxy, then try again: what was downloaded is kept; without network, copy"
         " the model to this machine and name its folder",
     )

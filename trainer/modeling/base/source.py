@@ -125,7 +125,7 @@ def resolve_source(
     revision = base.folder.name
     if not is_repository(config):
         identity = base.folder.resolve().name
-        revision = _fingerprint(base.folder, components, base.built)
+        revision = fingerprint(base.folder, components, base.built)
     return ModelSource(
         folder=base.folder,
         identity=identity,
@@ -190,8 +190,10 @@ def _require_complete(base: Base, *, remedy: str) -> None:
         )
 
 
-def _fingerprint(folder: Path, components: Sequence[str], built: Collection[str]) -> str:
-    """sha256 over names, sizes, config bytes and evenly spaced blocks of the weight files that are loaded."""
+def fingerprint(folder: Path, components: Sequence[str], built: Collection[str]) -> str:
+    """The sha256 of names, sizes, config bytes and evenly spaced blocks of the weight files that are loaded;
+    weights of components in `built` do not count.
+    """
     digest = hashlib.sha256()
     for component in sorted(components):
         path = folder / component

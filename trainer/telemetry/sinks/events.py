@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainer.files import atomic
-from trainer.telemetry.sinks.records import StepRecord, ValidationRecord
+from trainer.telemetry.sinks.records import Record, ScoreRecord, StepRecord
 from trainer.words.sizes import GIB
 
 _PNG_SIZE = struct.Struct(">II")
@@ -29,7 +29,7 @@ class EventLog:
         self._directory = directory
         self._file: BinaryIO | None = None
 
-    def record(self, record: StepRecord | ValidationRecord) -> None:
+    def record(self, record: Record) -> None:
         """Write the values as one event with a scalar per tag. Raises StorageError."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -47,9 +47,12 @@ class EventLog:
                 "speed/model_tflops": record.model_tflops,
                 "speed/mfu": record.mfu,
             }
-        values["validation/loss"] = record.validation_loss
-        values["validation/perplexity"] = record.validation_perplexity
-        values["validation/token_accuracy"] = record.validation_token_accuracy
+        if isinstance(record, ScoreRecord):
+            values = {f"validation/{name}": value for name, value in record.metrics.items()}
+        else:
+            values["validation/loss"] = record.validation_loss
+            values["validation/perplexity"] = record.validation_perplexity
+            values["validation/token_accuracy"] = record.validation_token_accuracy
         scalars = [
             Summary.Value(tag=tag, simple_value=value) for tag, value in values.items() if value is not None
         ]

@@ -21,7 +21,7 @@ from prometheus_client import (
 from trainer.config.secrets import redacted
 from trainer.errors import StorageError
 from trainer.files import atomic
-from trainer.telemetry.sinks.records import StepRecord, ValidationRecord
+from trainer.telemetry.sinks.records import Record, ScoreRecord, StepRecord
 from trainer.telemetry.status import Phase
 
 METRICS_FILE = "metrics.prom"
@@ -54,6 +54,8 @@ METRICS: tuple[Metric, ...] = (
            help="exp of the loss on held-out samples, of a language model; 0 of others."),
     Metric(name="trainer_validation_token_accuracy",
            help="Share of the held-out samples' learned tokens that are the most likely ones."),
+    Metric(name="trainer_validation_score", labels=("metric",),
+           help="Metrics of the last previews that were measured, by `validation.metrics`."),
     Metric(name="trainer_learning_rate", help="Learning rate of the last step."),
     Metric(name="trainer_grad_norm", help="Norm of the gradients before clipping."),
     Metric(name="trainer_samples_total", kind="counter",
@@ -169,7 +171,7 @@ class RunMetrics:
         entries.labels(origin="reused").inc(reused)
         entries.labels(origin="encoded").inc(encoded)
 
-    def record(self, record: StepRecord | ValidationRecord) -> None:
+    def record(self, record: Record) -> None:
         """Take in the values and the counts, and publish them."""
         values: dict[str, float] = {}
         if isinstance(record, StepRecord):
@@ -194,11 +196,15 @@ class RunMetrics:
             self._registry.counters["trainer_learned_tokens_total"].inc(record.learned_tokens)
             for _ in range(record.steps):
                 self._registry.histograms["trainer_step_seconds"].observe(record.seconds_per_step)
-        values |= _known(
-            trainer_validation_loss=record.validation_loss,
-            trainer_validation_perplexity=record.validation_perplexity,
-            trainer_validation_token_accuracy=record.validation_token_accuracy,
-        )
+        if isinstance(record, ScoreRecord):
+            for metric, value in record.metrics.items():
+                self._registry.gauges["trainer_validation_score"].labels(metric=metric).set(value)
+        else:
+            values |= _known(
+                trainer_validation_loss=record.validation_loss,
+                trainer_validation_perplexity=record.validation_perplexity,
+                trainer_validation_token_accuracy=record.validation_token_accuracy,
+            )
         for name, value in values.items():
             self._registry.gauges[name].set(value)
         self.write()

@@ -17,6 +17,10 @@ METRICS_LOG = "metrics.jsonl"
 DAMAGED_SUFFIX = ".damaged"
 
 
+SCORES = ("clip_t", "dinov2", "nearest_train", "copied", "diversity", "kid", "kid_std", "fid")
+"""Names of the metrics of previews in ScoreRecord, in the order in which tables show them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ValidationRecord:
     """A held-out loss. The one before the first step is a line of its own: nothing was trained by then."""
@@ -29,6 +33,45 @@ class ValidationRecord:
     """exp of the held-out loss, which is a mean over learned tokens; None where no tokens are learned."""
     validation_token_accuracy: float | None = None
     """Share of the learned tokens that the model finds most likely; None where no tokens are learned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRecord:
+    """Metrics of a round of previews, on a line of its own; those that were not measured are None."""
+
+    step: int
+    pictures: int
+    score_data: str
+    """Hash of models, training pictures, prompts and settings: metrics with unequal hashes do not compare."""
+    clip_t: float | None = None
+    """Mean cosine of picture and prompt."""
+    dinov2: float | None = None
+    """Mean cosine of previews to training pictures."""
+    nearest_train: float | None = None
+    """Highest cosine of a preview to a training picture."""
+    copied: int | None = None
+    """Previews whose cosine to a training picture is above the threshold."""
+    diversity: float | None = None
+    """Mean distance of previews of one prompt."""
+    kid: float | None = None
+    kid_std: float | None = None
+    """Standard deviation of `kid` over subsets."""
+    fid: float | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The values that were measured, by name."""
+        found = vars(self)
+        return {name: found[name] for name in SCORES if found[name] is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopRecord:
+    """The end of training before its last planned step; of a run that goes on, other rows follow."""
+
+    step: int
+    early_stop: str
+    """Why, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +124,13 @@ class StepRecord:
 
 
 _COUNTS = frozenset({"steps", "samples", "tokens", "learned_tokens", "planned_steps"})
-_NUMBERS = frozenset(field.name for field in dataclasses.fields(StepRecord)) - _COUNTS - {"validation_data"}
+Record = StepRecord | ValidationRecord | ScoreRecord
+"""Records of values; each is a line of metrics.jsonl."""
+_FIELDS = (*dataclasses.fields(StepRecord), *dataclasses.fields(ScoreRecord))
+_NUMBERS = frozenset(field.name for field in _FIELDS) - _COUNTS - {"validation_data", "score_data"}
 
 
-def written_values(record: StepRecord | ValidationRecord) -> dict[str, Any]:
+def written_values(record: Record | EarlyStopRecord) -> dict[str, Any]:
     """The values of a record by name, without counts and without those that are None."""
     values = dataclasses.asdict(record).items()
     return {name: value for name, value in values if value is not None and name not in _COUNTS}
@@ -99,7 +145,7 @@ class MetricsLog:
         cut_torn_line(path)
         self._file = path.open("ab")
 
-    def record(self, record: StepRecord | ValidationRecord) -> None:
+    def record(self, record: Record | EarlyStopRecord) -> None:
         """Write one line, readable at once. A value that is not finite becomes null: JSON has no NaN.
 
         Raises StorageError.

@@ -13,7 +13,7 @@ from typing import Any
 from trainer.config import environment
 from trainer.errors import ConfigError
 from trainer.files import atomic
-from trainer.telemetry.sinks.records import StepRecord, ValidationRecord, written_values
+from trainer.telemetry.sinks.records import Record, written_values
 
 _ID_FILE = "wandb.id"
 
@@ -56,10 +56,11 @@ class Tracker:
             remedy = "set WANDB_API_KEY or WANDB_API_KEY_FILE, or WANDB_MODE=offline, or leave the key out"
             raise ConfigError(what, where="train.report_to", remedy=remedy) from error
 
-    def record(self, record: StepRecord | ValidationRecord) -> None:
+    def record(self, record: Record) -> None:
         """Send the values; those of a step that was sent before a resume are left out by wandb."""
         values = written_values(record)
-        values.pop("validation_data", None)
+        for name in ("validation_data", "score_data"):
+            values.pop(name, None)
         self._run.log(values, step=values.pop("step"))
 
     def image(self, tag: str, path: Path, *, step: int) -> None:
