@@ -34,7 +34,7 @@ Damage = Callable[[Path], None]
 
 
 def loaded(base: Path, family: str = "flux1_dev", **model: object) -> Loaded:
-    kind = "chat_file" if family == "llama" else "img_dir"
+    kind = "img_dir" if get(family).sample_kind == "image" else "chat_file"
     config = RunConfig.model_validate(
         {
             "family": family,
