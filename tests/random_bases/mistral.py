@@ -21,9 +21,8 @@ _TEMPLATE = """\
 
 BASE = Base(
     tokenizers={
-        "": functools.partial(
-            tokenizer, template=_TEMPLATE, bos="<s>", eos="</s>", others=("[INST]", "[/INST]")
-        )
+        # [INST] is plain text, as before version 0.3
+        "": functools.partial(tokenizer, template=_TEMPLATE, bos="<s>", eos="</s>", others=())
     },
     encoders=encoders,
     classes={"": ("transformers", "MistralForCausalLM")},
