@@ -218,7 +218,7 @@ def tokenizer_counts(name: str, base: Path) -> Callable[[str], int]:
     """A function that counts the tokens of a caption or conversation, special tokens included."""
     family = families.get(name)
     source = ModelSource(folder=base, identity="", revision=None, random_components=frozenset(), seed=0)
-    counted = family.caption_tokens(source)
+    counted = (family.conversation_tokens or family.caption_tokens)(source)
     if counted is not None:
         return counted
     encoders = family.load_encoders("text", source, device="cpu", dtype=torch.float32, vae_tiling=False)

@@ -9,6 +9,7 @@ import pytest
 from bench import count, memory, processes
 from tests.random_bases import build
 from trainer import families
+from trainer.families import language
 from trainer.planning.shapes.activations import OTHER_ATTENTION, Activations, activations, counted
 from trainer.planning.shapes.run_shapes import component_config
 
@@ -83,6 +84,16 @@ def test_a_step_holds_what_is_committed(
 
 def _planned(family: str, blocks: dict[str, int], row: dict[str, Any], *, compiled: bool) -> Activations:
     units = (row["units"]["every"], row["units"]["captions"])
+    one, more = families.get(family), 0.0
+    if one.sample_kind == "conversation":  # its blocks were counted of another shape
+        config = component_config(one, None, one.trained_component)
+        more = language.more_values(config, linear_inputs=False, compiled=compiled)
     return activations(
-        counted(entry(family)), blocks, units, compiled=compiled, linear_inputs=False, head=row["head"]
+        counted(entry(family)),
+        blocks,
+        units,
+        compiled=compiled,
+        linear_inputs=False,
+        head=row["head"],
+        more=more,
     )

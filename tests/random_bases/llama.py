@@ -26,18 +26,28 @@ _TEMPLATE = """\
 {%- endif %}"""
 
 
-def tokenizer() -> Any:
-    """Byte pairs within words over all 256 bytes, so that any text comes back as it was."""
+def tokenizer(**options: Any) -> Any:
+    """Byte pairs within words over all 256 bytes, so that any text comes back as it was; `options` are those
+    of `make_tokenizer`.
+    """
     # a word carries the blank before it; the marks of word ends that the merges bear are not used here
     words = Counter(f"Ġ{word}" for word in re.findall(r"[A-Za-z]+", CORPUS + _CHAT))
     found = byte_pair_merges(words, count=220)
     pairs = list(dict.fromkeys((left, right.removesuffix("</w>")) for left, right in found))
-    return make_tokenizer(pairs, longest=1024)
+    return make_tokenizer(pairs, longest=1024, **options)
 
 
-def make_tokenizer(pairs: Sequence[tuple[str, str]], *, longest: int) -> Any:
+def make_tokenizer(
+    pairs: Sequence[tuple[str, str]],
+    *,
+    longest: int,
+    bos: str | None = _SPECIAL[0],
+    eos: str = _SPECIAL[-1],
+    others: Sequence[str] = _SPECIAL[1:-1],
+    template: str = _TEMPLATE,
+) -> Any:
     """All 256 bytes and what these pairs join; `longest` is its limit of tokens. Without pairs a token is a
-    byte.
+    byte. `bos`, `eos` and `others` are its special tokens.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -53,10 +63,10 @@ def make_tokenizer(pairs: Sequence[tuple[str, str]], *, longest: int) -> Any:
     model.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=model,
-        bos_token=_SPECIAL[0],
-        eos_token=_SPECIAL[-1],
-        additional_special_tokens=list(_SPECIAL[1:-1]),
-        chat_template=_TEMPLATE,
+        bos_token=bos,
+        eos_token=eos,
+        additional_special_tokens=list(others),
+        chat_template=template,
         clean_up_tokenization_spaces=False,
         model_max_length=longest,
     )

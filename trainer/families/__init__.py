@@ -14,6 +14,9 @@ _NAMES = (
     "flux2_dev",
     "kandinsky5",
     "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
     "qwen_image",
     "qwen_image_edit",
 )

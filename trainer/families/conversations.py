@@ -224,7 +224,8 @@ def _weights(
                 f"the chat template writes {_named(messages)} otherwise once it goes on, so that message "
                 f"{index + 1} cannot be found in it",
                 where=tokenizer.name_or_path,
-                remedy="write data.learn: last_answer, or use a template that only appends, as Llama 3's",
+                remedy=f"write data.learn: {'all' if last_alone else 'last_answer'}, or use a template that "
+                "only appends, as Llama 3's",
             )
         start, end = len(before), len(after.rstrip())
         learned[start:end] = b"\1" * (end - start)

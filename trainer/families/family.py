@@ -70,6 +70,11 @@ def no_pixels(*arguments: Any) -> Any:
     raise AssertionError("the family has no pixels, or no controls")
 
 
+def no_window(config: Mapping[str, Any]) -> int | None:
+    """`Family.window` of models whose tokens attend to all before them."""
+    return None
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
     """One model family. Its functions depend on their arguments only. Defaults are those of diffusion.
@@ -177,6 +182,9 @@ class Family:
     """Prefix under which ComfyUI knows a module of the trained component; None where it does not."""
     counted_as: Callable[[Mapping[str, Any]], str]
     """The entry of trainer/planning/shapes/activations.json that holds for a base with this config."""
+    window: Callable[[Mapping[str, Any]], int | None] = no_window
+    """Tokens that a token of a base with this config attends to, itself among them; None for all before it.
+    Rows are computed without a window: a base whose window is shorter than a conversation is refused."""
     attention_shape: Callable[[Mapping[str, Any], Shape], AttentionShape]
     """The run's attention call, for the kernel probe, by the trained component's config."""
 

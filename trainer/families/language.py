@@ -18,6 +18,7 @@ from trainer.families.values import (
     ENDS,
     AttentionShape,
     Batch,
+    Draw,
     PreviewPrompt,
     Rows,
     Shape,
@@ -38,17 +39,26 @@ LOGITS_TOKENS = 512
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """Names that PEFT prescribes."""
 _PEFT_PREFIX = "base_model.model."
+_NORMS_OF_HEADS = ("qwen3",)
+"""Types of models whose blocks normalise each head's query and key."""
 
 
-def more_values(config: Mapping[str, Any], *, linear_inputs: bool) -> float:
+def more_values(
+    config: Mapping[str, Any], *, linear_inputs: bool, compiled: bool = True, trained: bool = False
+) -> float:
     """Values by token and width that a block keeps for backward beyond the 8B's, which were counted.
 
-    The MLP keeps gate, activated gate and up (`linear_inputs`: their product too), attention keys and values.
+    The MLP keeps gate, activated gate and up (`linear_inputs`: their product too), attention queries, keys,
+    values and output. Norms of heads keep their input, uncompiled in fp32, which is two values, and of those
+    that are `trained` what the weight is multiplied with.
     """
-    inner = config["intermediate_size"] / config["hidden_size"]
-    heads = config.get("num_key_value_heads", config["num_attention_heads"])
-    keys = heads * _head_width(config) / config["hidden_size"]
-    return (4 if linear_inputs else 3) * (inner - 3.5) + 2 * (keys - 0.25)
+    inner, hidden = config["intermediate_size"] / config["hidden_size"], config["hidden_size"]
+    heads = config["num_attention_heads"]
+    queries = heads * _head_width(config) / hidden
+    keys = config.get("num_key_value_heads", heads) * _head_width(config) / hidden
+    norms = (1 if compiled else 3 if trained else 2) if config.get("model_type") in _NORMS_OF_HEADS else 0
+    more = (4 if linear_inputs else 3) * (inner - 3.5) + 2 * (keys - 0.25) + 2 * (queries - 1)
+    return more + norms * (queries + keys)
 
 
 def attention_shape(config: Mapping[str, Any], shape: Shape) -> AttentionShape:
@@ -64,6 +74,17 @@ def attention_shape(config: Mapping[str, Any], shape: Shape) -> AttentionShape:
         samples=max(1, tokens // USUAL_TOKENS),
         reach=min(tokens, USUAL_REACH),
     )
+
+
+def window_of_some_layers(config: Mapping[str, Any]) -> int | None:
+    """`Family.window` of configs that say by `use_sliding_window` whether layers from `max_window_layers` on,
+    or those that `layer_types` names, have a window. Defaults are those of transformers' Qwen2Config.
+    """
+    if not config.get("use_sliding_window", False):
+        return None
+    layers, kinds = config.get("num_hidden_layers", 32), config.get("layer_types")
+    slides = config.get("max_window_layers", 28) < layers if kinds is None else "sliding_attention" in kinds
+    return config.get("sliding_window", 4096) if slides else None
 
 
 def _head_width(config: Mapping[str, Any]) -> int:
@@ -139,6 +160,11 @@ def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
         use_cache=False,
         segments=segments_of(model, lengths, batch.text[ENDS], padded=len(lengths) > batch.size),
     ).last_hidden_state
+
+
+def predict(model: Any, batch: Batch, draw: Draw | None, settings: None) -> torch.Tensor:
+    """`Family.predict`: logits of the whole row, (1, T, vocabulary)."""
+    return model.lm_head(hidden_states(model, batch))
 
 
 def losses(model: Any, batch: Batch) -> torch.Tensor:

@@ -35,8 +35,8 @@ _PURPOSE = re.compile(r"For|Model|Text|Encoder")
 def check_base(family: Family, loaded: Loaded, folder: Path) -> tuple[str, ...]:
     """Warnings about the base model in `folder`, as far as it is there.
 
-    Raises ConfigError (78) where it is another family's, AccessError (77) where a component is of another
-    class or its config is damaged, with every problem found.
+    Raises ConfigError (78) where it is another family's or attends over fewer tokens than conversations may
+    have, AccessError (77) where a component is of another class or its config is damaged, with every problem.
     """
     said = _said(folder)
     warnings = tuple(_require_family(family, loaded, said))
@@ -47,6 +47,7 @@ def check_base(family: Family, loaded: Loaded, folder: Path) -> tuple[str, ...]:
     ]
     if problems:
         raise AccessError(problems)
+    _require_window(family, loaded, folder)
     return warnings
 
 
@@ -105,6 +106,19 @@ def _require_family(family: Family, loaded: Loaded, said: Mapping[str, Any]) -> 
         )
     if right:
         yield f"{what}, for which `family: {right}` is; as {family.name} it trains what that family is for"
+
+
+def _require_window(family: Family, loaded: Loaded, folder: Path) -> None:
+    """Raise ConfigError where the base's attention has a window that a conversation may be longer than."""
+    path, key = folder / family.trained_component / "config.json", "data.max_sequence_length"
+    window = family.window(read_config(path)) if path.is_file() else None
+    if window is not None and window < loaded.config.data.max_sequence_length:
+        raise ConfigError(
+            f"`{key}` is {loaded.config.data.max_sequence_length}, and a token of this base attends to the "
+            f"last {window} only ({path} says so): rows are computed without such a window",
+            where=loaded.sources.get(key, key),
+            remedy=f"write {key}: {window} or less, or name a base without a sliding window",
+        )
 
 
 def _pipeline(said: Mapping[str, Any]) -> str:

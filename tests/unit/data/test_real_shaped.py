@@ -134,7 +134,7 @@ def test_conversations_are_of_2_to_4000_tokens_and_answers_begin_at_1() -> None:
     assert {len(row) // 2 for row in rows} == {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("family", ["flux1_dev", "qwen_image_edit", "llama"])
+@pytest.mark.parametrize("family", ["flux1_dev", "qwen_image_edit", "llama", "mistral", "qwen2", "qwen3"])
 def test_tokens_of_tiny_bases_are_those_of_the_table(family: str, tiny_base: Callable[[str], Path]) -> None:
     count = tokenizer_counts(family, tiny_base(family))
     if families.get(family).sample_kind != "image":

@@ -1,4 +1,4 @@
-"""Small frozen models of four families with a LoRA that changes them, and what they are run with."""
+"""Small frozen models of six families with a LoRA that changes them, and what they are run with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from diffusers import FluxTransformer2DModel, Kandinsky5Transformer3DModel, QwenImageTransformer2DModel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.quantized_layers import from_linear, nf4_linear
 from trainer.config.schema import FlowSection
@@ -17,6 +17,8 @@ from trainer.families import draws
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.kandinsky5 import KANDINSKY5
 from trainer.families.llama import LLAMA
+from trainer.families.qwen2 import QWEN2
+from trainer.families.qwen3 import QWEN3
 from trainer.families.qwen_image import QWEN_IMAGE
 from trainer.families.values import Batch, Draw, Shape
 from trainer.modeling.adapter import lora
@@ -30,6 +32,8 @@ FAMILIES: dict[str, Any] = {
     "qwen_image": QWEN_IMAGE,
     "kandinsky5": KANDINSKY5,
     "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "flux1_dev": {
@@ -73,6 +77,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
     },
 }
+CONFIGS["qwen2"] = CONFIGS["llama"]
+CONFIGS["qwen3"] = {**CONFIGS["llama"], "head_dim": 32}
 _CLASSES: dict[str, Any] = {
     "flux1_dev": FluxTransformer2DModel,
     "qwen_image": QwenImageTransformer2DModel,
@@ -114,13 +120,14 @@ def case(
     """A small model in fp32, equal weights every time; `size` are pixels of the image's sides."""
     config = {**CONFIGS[family], **(changes or {})}
     torch.manual_seed(0)
-    if family == "llama":
-        model: Any = LlamaForCausalLM(LlamaConfig(**config))
+    if FAMILIES[family].sample_kind == "conversation":
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config))
         set_packed_attention(model, "math")
     else:
         model = _CLASSES[family](**config)
     for name, parameter in model.named_parameters():
-        if "modulation" in name:  # starts at zero, which would hide what happens in the blocks
+        # start at zero or one, which would hide what happens in the blocks
+        if "modulation" in name or name.endswith(("_proj.bias", "q_norm.weight", "k_norm.weight")):
             torch.nn.init.normal_(parameter, std=0.1)
     model.requires_grad_(False)
     chosen = FAMILIES[family]
@@ -143,7 +150,7 @@ def with_inputs(family: str, model: Any, size: int) -> Case:
         scheduler={"use_dynamic_shifting": False},
     )
     header = {name: tuple(tensor.shape[1:]) for name, tensor in batch.latents.items()}
-    draw = None if family == "llama" else chosen.draw(settings, [0], header)
+    draw = chosen.draw(settings, [0], header)
     return Case(family=chosen, model=model, batch=batch, draw=draw, settings=settings)
 
 

@@ -30,6 +30,7 @@ GROUPS: dict[str, list[tuple[tuple[str, ...], int]]] = {
     ],
     "llama": [(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), 2)],
 }
+GROUPS["qwen2"] = GROUPS["qwen3"] = GROUPS["llama"]
 FAMILIES = sorted(GROUPS)
 # of sums in fp32 that are made in another order
 ROUNDING = 1e-5

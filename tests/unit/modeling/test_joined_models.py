@@ -41,6 +41,7 @@ GROUPS: dict[str, dict[tuple[str, ...], int]] = {
         ("mlp.gate_proj", "mlp.up_proj"): 2,
     },
 }
+GROUPS["qwen2"] = GROUPS["qwen3"] = GROUPS["llama"]
 ROUNDING = 1e-6
 
 

@@ -13,7 +13,9 @@ from trainer.modeling.base.random_weights import random_module
 from trainer.modeling.base.source import ModelSource
 from trainer.modeling.blocks.recompute import repeated_blocks
 
-PARTED = [name for name in families.names() if name not in ("kandinsky5", "llama")]
+PARTED = [
+    name for name in families.names() if name != "kandinsky5" and families.get(name).sample_kind == "image"
+]
 """Kandinsky's modulation is set to zero after it was made; transformers initialises whole models."""
 
 

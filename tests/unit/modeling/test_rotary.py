@@ -315,7 +315,7 @@ def test_what_no_family_passes_is_refused(family: str) -> None:
 # which layers
 
 
-@pytest.mark.parametrize("family", ["kandinsky5", "llama"])
+@pytest.mark.parametrize("family", ["kandinsky5", "llama", "qwen3"])
 def test_models_of_other_attentions_are_left_alone(family: str) -> None:
     assert fuse_rotary(case(family).model) == 0
 

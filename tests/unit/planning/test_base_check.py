@@ -34,7 +34,7 @@ Damage = Callable[[Path], None]
 
 
 def loaded(base: Path, family: str = "flux1_dev", **model: object) -> Loaded:
-    kind = "chat_file" if family == "llama" else "img_dir"
+    kind = "img_dir" if get(family).sample_kind == "image" else "chat_file"
     config = RunConfig.model_validate(
         {
             "family": family,
@@ -300,6 +300,10 @@ def test_what_the_libraries_tell_is_told_before_anything_loads(
         ("llama", "flux1_dev", "llama"),
         ("qwen_image", "qwen_image_edit", "qwen_image"),
         ("kandinsky5", "flux1_kontext", "kandinsky5"),
+        ("qwen2", "llama", "qwen2"),
+        ("qwen3", "qwen2", "qwen3"),
+        ("mistral", "llama", "mistral"),
+        ("llama", "mistral", "llama"),
     ],
 )
 def test_another_family_is_named(
@@ -315,6 +319,38 @@ def test_a_model_of_no_family_is_named_by_its_class(tiny_flux1_dev: Path, tmp_pa
     edited("model_index.json", _class_name="SanaPipeline", transformer=["diffusers", "Sana"])(base)
     with pytest.raises(ConfigError, match="the base model is a SanaPipeline around a Sana"):
         plan(base)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "window"),
+    [
+        ("mistral", {"sliding_window": 512}, None),
+        ("mistral", {"sliding_window": 511}, 511),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": False}, None),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, 64),
+    ],
+)
+def test_a_window_shorter_than_a_conversation_is_refused(
+    tiny_base: Callable[[str], Path],
+    tmp_path: Path,
+    family: str,
+    changes: dict[str, Any],
+    window: int | None,
+) -> None:
+    base = Path(shutil.copytree(tiny_base(family), tmp_path / "base"))
+    path = base / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({key: config[key] for key in config if key != "layer_types"} | changes))
+    asked = loaded(base, family)
+    assert asked.config.data.max_sequence_length == 512
+    if window is None:
+        plan(base, family)
+        return
+    with pytest.raises(ConfigError, match=rf"attends to the last {window} only") as caught:
+        plan(base, family)
+    (problem,) = caught.value.problems
+    assert problem.where == "data.max_sequence_length" and str(path) in problem.what
+    assert f"write data.max_sequence_length: {window} or less" in problem.remedy
 
 
 @pytest.mark.parametrize(

@@ -254,22 +254,30 @@ def _activations(
     full = config.method == "full"
     linear_inputs = full or config.lora.target_modules != _ATTENTION_PRESET
     talks = family.sample_kind == "conversation"
-    planned = functools.partial(
-        activations,
-        counted(family.counted_as(model_config)),
-        {stack.name: stack.blocks for stack in repeated},
-        activation_units(family, model_config, shape),
-        linear_inputs=linear_inputs,
-        more=language.more_values(model_config, linear_inputs=linear_inputs) if talks else 0.0,
-        head=head_bytes(family, model_config, shape),
-        adapter=adapter.kept,
-        spared=adapter.spared,
-    )
-    trained = PLAIN if full else ""
+
+    def planned(*, compiled: bool, trained: str = PLAIN if full else "") -> Activations:
+        more = (
+            language.more_values(model_config, linear_inputs=linear_inputs, compiled=compiled, trained=full)
+            if talks
+            else 0.0
+        )
+        return activations(
+            counted(family.counted_as(model_config)),
+            {stack.name: stack.blocks for stack in repeated},
+            activation_units(family, model_config, shape),
+            compiled=compiled,
+            linear_inputs=linear_inputs,
+            more=more,
+            head=head_bytes(family, model_config, shape),
+            adapter=adapter.kept,
+            spared=adapter.spared,
+            trained=trained,
+        )
+
     in_fp8 = planned(compiled=True, trained=FP8) if full else None
     return (
-        planned(compiled=False, trained=trained),
-        planned(compiled=True, trained=trained),
+        planned(compiled=False),
+        planned(compiled=True),
         None if in_fp8 is None or in_fp8.stand_in else in_fp8,
     )
 
