@@ -336,8 +336,7 @@ class ValidationSection(Section):
     control_dir: UserPath | Annotated[tuple[UserPath, ...], Field(min_length=1)] | None = None
     """Control images, like `data.sets.control_dir`, for the images in `validation.img_dir`."""
     control_images: tuple[UserPath | tuple[UserPath, ...], ...] = ()
-    """For families that edit: the image, or list of images, that each of `prompts` edits; those of the first
-    samples when not given."""
+    """Of families that edit, the image or images that each of `prompts` edits; else the first samples'."""
     metrics: tuple[Literal["clip_t", "dinov2", "nearest_train", "diversity", "kid", "fid"], ...] = ()
     """Figures of each round of previews: `clip_t` cosine of picture and prompt, `dinov2` likeness to the
     training pictures, `nearest_train` copies of one, `diversity` over seeds, `kid` (from 50 pictures on)."""
