@@ -134,12 +134,7 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     journal = Journal(context, Path(spec.runtime_dir), tracker)
     journal.metrics.cache_entries(reused=report.reused, encoded=report.encoded)
     journal.cut_back(now.step)
-    rows = [row for row in read_metrics(context.run_dir / METRICS_LOG) if "validation_loss" in row]
-    if held_out is not None and rows and rows[-1].get("validation_data") != held_out.data:
-        context.say(
-            f"the held-out images or settings changed: from here on the held-out loss does not compare with "
-            f"that of step {rows[-1]['step']} and before"
-        )
+    _tell_other_held_out(context, held_out)
     restore_best(context, now.step)
     drop_previews_after(context, now.step)
     run = state.Run(**vars(work), journal=journal, start=start, scorer=scorer)
@@ -149,6 +144,16 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
         except DamagedEntryError as error:
             raise _all_damaged(run, error) from error
         _finish(run, now.step, caching_peak, before)
+
+
+def _tell_other_held_out(context: Context, held_out: HeldOut | None) -> None:
+    """Say where losses that were measured so far are of other samples, or of other settings."""
+    rows = [row for row in read_metrics(context.run_dir / METRICS_LOG) if "validation_loss" in row]
+    if held_out is not None and rows and rows[-1].get("validation_data") != held_out.data:
+        context.say(
+            f"the held-out images or settings changed: from here on the held-out loss does not compare with "
+            f"that of step {rows[-1]['step']} and before"
+        )
 
 
 def _require_one_set(context: Context, samples: Samples) -> None:

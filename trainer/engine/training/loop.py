@@ -156,7 +156,7 @@ def _one_step(run: Work, state: State, steps: together.Steps) -> None:
     state.timed_steps += 1
     state.interval_samples += sum(len(fed.micro_batch) for fed in step)
     state.interval_tokens += sum(fed.tokens for fed in step)
-    state.interval_learned += sum(int(fed.weight) for fed in step if fed.tokens)
+    state.interval_learned += sum(fed.weight for fed in step if fed.tokens)
     state.interval_flops += sum(run.flops(fed.micro_batch) for fed in step)
     context.status.beat(Phase.TRAIN, step=state.step, total=total, item_done=True)
 
@@ -304,12 +304,13 @@ def _log(run: Run, state: State, validation: ValidationRecord | None) -> str:
         steps=state.timed_steps,
         samples=state.interval_samples,
         tokens=state.interval_tokens,
-        learned_tokens=state.interval_learned,
+        # weights that are NaN end the run a moment later
+        learned_tokens=int(state.interval_learned) if math.isfinite(state.interval_learned) else 0,
         flops=state.interval_flops,
         validation=validation,
     )
     state.interval_loss.zero_()
     state.interval_steps.zero_()
-    state.timed_steps = state.interval_samples = state.interval_tokens = state.interval_learned = 0
-    state.interval_flops = 0.0
+    state.timed_steps = state.interval_samples = state.interval_tokens = 0
+    state.interval_learned = state.interval_flops = 0.0
     return line

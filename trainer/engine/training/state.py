@@ -69,7 +69,7 @@ class State:
     """Since the last line of the log, or since this process started; so are the next four."""
     interval_samples: int = 0
     interval_tokens: int = 0
-    interval_learned: int = 0
+    interval_learned: float = 0.0
     """Tokens that the loss is on."""
     interval_flops: float = 0.0
     grad_norm: torch.Tensor | None = None
