@@ -33,6 +33,20 @@ class Finished:
         return self.job.folder
 
 
+ALIKE = ("mistral", "qwen2")
+"""Families that are Llama in all but a bias, or nothing: what they do is tried always in tests/numerics, and
+in these tests with the slow ones."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of `ALIKE` as slow."""
+    for item in items:
+        if isinstance(item, pytest.Function) and item.path.is_relative_to(Path(__file__).parent):
+            given = item.callspec.params.values() if "callspec" in vars(item) else ()
+            if any((one.family if isinstance(one, Case) else one) in ALIKE for one in given):
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def small_edits(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_edits_small(monkeypatch.setattr)

@@ -43,6 +43,7 @@ def trainer(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_quickstart_is_measured_while_it_trains_and_by_the_command(tmp_path: Path) -> None:
     clip, dinov2 = write_clip(tmp_path / "clip"), write_dinov2(tmp_path / "dinov2")
     values = {
@@ -97,6 +98,7 @@ def test_the_quickstart_is_measured_while_it_trains_and_by_the_command(tmp_path:
     assert gone.returncode == 78 and "nowhere does not exist" in gone.stderr
 
 
+@pytest.mark.slow
 def test_two_ranks_end_early_together_with_the_bits_of_one(start: Start, tmp_path: Path) -> None:
     runs = [
         start(LORA_CASES[0], tmp_path / "one", *NEVER_BETTER),
