@@ -89,6 +89,7 @@ def test_the_status_says_why_a_run_is_finished(workshop: Workshop, tmp_path: Pat
     assert verdict(status, status.beat).reason.startswith("finished: early stop at step ")
 
 
+@pytest.mark.slow
 def test_a_kill_and_a_resume_end_at_the_same_step_with_the_same_bits(
     workshop: Workshop, tmp_path: Path
 ) -> None:
@@ -109,6 +110,7 @@ def test_a_kill_and_a_resume_end_at_the_same_step_with_the_same_bits(
     assert not different(files(job.folder, last), files(straight.folder, last))
 
 
+@pytest.mark.slow
 def test_the_rounds_are_in_the_checkpoint_and_more_patience_goes_on(
     workshop: Workshop, tmp_path: Path
 ) -> None:

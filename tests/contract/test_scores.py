@@ -95,6 +95,7 @@ def test_every_round_is_measured_from_its_files_and_told_everywhere(
     assert rows_of(job.folder) == rows
 
 
+@pytest.mark.slow
 def test_a_kill_and_a_resume_measure_every_round_once(
     workshop: Workshop, scored: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -109,6 +110,7 @@ def test_a_kill_and_a_resume_measure_every_round_once(
     assert numbers(job.folder) == numbers(straight.folder)
 
 
+@pytest.mark.slow
 def test_a_resume_that_begins_to_measure_draws_the_round_of_its_checkpoint_anew(
     workshop: Workshop, scored: tuple[str, ...], tmp_path: Path
 ) -> None:

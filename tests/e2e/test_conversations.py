@@ -149,7 +149,8 @@ def test_without_a_template_the_setting_is_named(place: Path) -> None:
     assert "has no chat template" in printed and "data.chat_template: alpaca, chatml" in printed
 
 
-@pytest.mark.parametrize("gpus", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [2, 4])
 def test_epochs_and_held_out_values_are_the_runs_and_not_of_its_processes(place: Path, gpus: int) -> None:
     alone, _ = trained(place, 1, "data.chat_template=llama3")
     info = ("validation.chat_file=null", "validation.columns=null", "validation.name=mine")

@@ -117,6 +117,16 @@ def test_a_file_that_is_no_template_is_refused(tmp_path: Path) -> None:
     assert caught.value.problems[0].where == "data.chat_template"
 
 
+@pytest.mark.parametrize("name", ["gemma", "mistral", "alpaca"])
+def test_a_system_message_that_a_template_has_no_place_for_is_refused(name: str, tmp_path: Path) -> None:
+    """It would be learned as an answer, or be lost."""
+    tokenizer = conversations.open_tokenizer(base(tmp_path, name))[0]
+    turns = [("user", "q"), ("assistant", "x"), ("system", "mid"), ("assistant", "y")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    with pytest.raises(DataError, match="system message"):
+        conversations._render(tokenizer, messages, opened=False)
+
+
 def test_what_is_saved_renders_by_transformers_alone(tmp_path: Path) -> None:
     """Also where the base has a template of its own, in its tokenizer_config.json."""
     source = base(tmp_path / "base", "chatml")

@@ -77,6 +77,7 @@ def compare(
         for line in report.lines(variants, outcome, extent):
             say(line)
         words = [*(path.name for path in layers.configs), *(f"--vary {text}" for text in vary)]
+        words += [f"--set {text}" for text in layers.overrides]
         report.write_files(variants, outcome, extent, words, record=record, plot=plot)
     if outcome.error is not None:
         raise outcome.error
@@ -110,8 +111,9 @@ def _planned(named: Sequence[tuple[str, Layers]], *, own_seed: bool) -> list[Var
     from trainer.cli.measure import planned
     from trainer.engine.comparing import child
     from trainer.engine.comparing.variants import LETTERS, Variant
+    from trainer.planning.epochs import with_epochs
 
-    loaded = [layers.load() for _, layers in named]
+    loaded = [with_epochs(layers.load()) for _, layers in named]
     for one in loaded:
         child.require_idle(child.gpus_of(planned(one, probe=False)[1]), patience=0.0)
     return [

@@ -145,11 +145,14 @@ def _prompted(asked: _Asked, pictures: list[Picture]) -> list[Picture]:
     from trainer.engine.results.pictures import read_png
 
     if asked.prompts is None:
-        pngs = [one.path.suffix.lower() == ".png" for one in pictures]
-        prompts = [
-            read_png(one.path)[1].get("prompt") if png else None
-            for one, png in zip(pictures, pngs, strict=True)
-        ]
+        prompts = []
+        for one in pictures:
+            try:
+                png = one.path.suffix.lower() == ".png"
+                prompts.append(read_png(one.path)[1].get("prompt") if png else None)
+            except OSError as error:
+                remedy = "remove it, or write it again"
+                raise DataError(f"cannot be read ({error})", where=str(one.path), remedy=remedy) from error
     else:
         try:
             lines = asked.prompts.read_text(encoding="utf-8").splitlines()

@@ -9,8 +9,10 @@ from trainer.errors import HardwareError
 from trainer.machine import idle
 
 _FIELDS = "clocks_event_reasons.active,clocks.sm,clocks.max.sm,memory.used"
+POWER_CAP = "power cap"
+"""Usual under full load, and no sign that something is wrong."""
 REASONS = {
-    0x4: "power cap",
+    0x4: POWER_CAP,
     0x8: "hardware slowdown",
     0x10: "kept in step with another GPU",
     0x20: "heat, by the driver",

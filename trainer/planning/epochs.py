@@ -11,6 +11,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trainer import families
 from trainer.config.reading.load import Loaded
@@ -80,8 +81,13 @@ def count(config: RunConfig) -> Counted | None:
     held_out = min(config.validation.held_out, sum(images))
     longer = math.lcm(*(max(1, one.random_crop) * (2 if one.flip else 1) for one in sets))
     epoch = longer * sum(one.repeats * number for one, number in zip(sets, images, strict=True))
-    epoch -= longer * held_out
-    return Counted(samples=sum(images), held_out=held_out, in_epoch=epoch) if epoch >= 1 else None
+    left = _trained_share(epoch, held_out, sum(images))
+    return Counted(samples=sum(images), held_out=held_out, in_epoch=left) if left >= 1 else None
+
+
+def _trained_share(epoch: int, held_out: int, samples: int) -> int:
+    """Samples of an epoch without those held out; exact where all sets are repeated alike."""
+    return round(epoch * (samples - held_out) / samples) if samples else 0
 
 
 def _conversations(config: RunConfig) -> Counted | None:
@@ -97,7 +103,7 @@ def _conversations(config: RunConfig) -> Counted | None:
         epoch += one.repeats * len(found)
         size += one.repeats * sum(found)
     held_out = min(config.validation.held_out, rows)
-    left = epoch - held_out
+    left = _trained_share(epoch, held_out, rows)
     if left < 1:
         return None
     tokens = size / _BYTES_A_TOKEN * left / epoch
@@ -112,4 +118,9 @@ def _row_sizes(one: DataSet) -> list[int] | None:
     if path is None or path.stat().st_size > _MOST_BYTES:
         return None
     contents = (content for _, _, content in read_rows(path))
-    return [len(one if isinstance(one, bytes) else json.dumps(one)) for one in contents]
+    # a table may hold values that JSON has not, such as times
+    return [len(one) if isinstance(one, bytes) else len(_text(one).encode()) for one in contents]
+
+
+def _text(content: Any) -> str:
+    return json.dumps(content, ensure_ascii=False, default=str)

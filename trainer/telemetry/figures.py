@@ -31,11 +31,15 @@ class Ratio:
     value: float
     low: float
     high: float
+    rounds_apart: bool = True
+    """Whether the median of every round of one is on the same side of every one of the other."""
 
     @property
     def tells_apart(self) -> bool:
-        """True where 1 does not lie in the interval."""
-        return not self.low <= 1.0 <= self.high
+        """True where 1 does not lie in the interval, and no rounds of the two are mixed: steps of one round
+        have in common what differs from run to run, which the interval does not know.
+        """
+        return self.rounds_apart and not self.low <= 1.0 <= self.high
 
 
 def summed_up(rounds: Sequence[Sequence[float]]) -> Times:
@@ -65,8 +69,14 @@ def ratio_of_medians(
         return statistics.median([time for one in of for time in draw(one, k=len(one))])
 
     ratios = sorted(scale * median(rounds) / median(base) for _ in range(_DRAWS))
-    value = scale * summed_up(rounds).median / summed_up(base).median
-    return Ratio(value=value, low=ratios[round(0.025 * _DRAWS)], high=ratios[round(0.975 * _DRAWS) - 1])
+    ours, theirs = summed_up(rounds), summed_up(base)
+    ones, others = [scale * one for one in ours.round_medians], theirs.round_medians
+    return Ratio(
+        value=scale * ours.median / theirs.median,
+        low=ratios[round(0.025 * _DRAWS)],
+        high=ratios[round(0.975 * _DRAWS) - 1],
+        rounds_apart=max(ones) < min(others) or min(ones) > max(others),
+    )
 
 
 def of_steps(rows: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -9,14 +11,19 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.contract.runs import CPU_FACTS, ROOT
 from tests.unit.comparing.conftest import Bench, variants_of
 from trainer.cli import main
+from trainer.cli.options import Layers
+from trainer.config.judging.validation_rules import validates
+from trainer.config.writing.dump import dump
 from trainer.engine.comparing import child, report, verdicts
 from trainer.engine.comparing.rounds import Extent
+from trainer.engine.comparing.variants import measured_config
 from trainer.errors import HardwareError
 from trainer.files import codec
 from trainer.machine import idle
@@ -150,6 +157,49 @@ def test_a_throttled_round_is_marked(bench: Bench) -> None:
     for number in (1, 2):
         assert f"throttled: round {number}, B: heat, by the driver" in text
     assert "marked" in text
+
+
+def test_a_power_cap_is_a_figure_and_no_mark(bench: Bench) -> None:
+    """It is usual under full load."""
+    bench.runs["round"] = {"slow": 0.1}
+    # nvml.h: 0x4 software power cap
+    capped, free = "0x4, 1500, 1980, 90112", "0x0, 1980, 1980, 90112"
+    bench.answers(
+        clocks=f'case "$(tail -n 1 journal.jsonl)" in *-B*) echo "{capped}" ;; *) echo "{free}" ;; esac'
+    )
+    variants = on_gpu()
+    outcome = bench.compare(variants)
+    speeds = verdicts.speeds(variants, outcome, 2)
+    assert (speeds["A"].power_capped, speeds["B"].power_capped) == (0.0, 1.0)
+    assert not speeds["B"].throttled
+    text = "\n".join(report.lines(variants, outcome, Extent(steps=4, warmup=2, rounds=2, learn=0)))
+    assert "looks at the power cap" in text and "unequal shares" in text and "throttled" not in text
+
+
+NAMED = {
+    "epochs": {"train": {"num_train_epochs": 3}},
+    "metrics": {"validation": {"metrics": ["clip_t"], "prompts": ["a cat"]}},
+    "early stop": {"validation": {"early_stop": {"patience": 2}, "held_out": 2}},
+    "columns": {"validation": {"chat_file": "c.jsonl", "columns": {"messages": "turns"}}},
+    "dataset_info": {"validation": {"dataset_info": "i.json", "name": "a"}},
+}
+
+
+@pytest.mark.parametrize("keys", NAMED.values(), ids=NAMED)
+def test_the_length_is_the_comparisons_and_nothing_is_validated(keys: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever the user's file says of its own length and validation."""
+    family = "llama" if {"chat_file", "dataset_info"} & {*keys.get("validation", {})} else "flux1_dev"
+    kind = "chat_file" if family == "llama" else "img_dir"
+    sets = [{kind: str(tmp_path / "a.jsonl")}]
+    own = {"family": family, "output_dir": str(tmp_path / "o"), "data": {"sets": sets}}
+    (tmp_path / "own.yaml").write_text(json.dumps({**own, **keys}))
+    config = Layers([tmp_path / "own.yaml"]).load().config
+    variant = dataclasses.replace(variants_of("train.seed=1")[0], config=config)
+    run = measured_config(variant, 12, seed=1, cache=tmp_path / "cache")
+    (tmp_path / "run.yaml").write_text(dump(run))
+    found = Layers([tmp_path / "run.yaml"]).load().config
+    assert (found.train.max_train_steps, found.train.num_train_epochs) == (12, None)
+    assert not validates(found) and not found.validation.metrics and found.validation.early_stop is None
 
 
 def test_a_run_that_was_planned_otherwise_is_told(bench: Bench) -> None:

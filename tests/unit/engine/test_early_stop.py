@@ -45,7 +45,7 @@ def ended_at(values: Sequence[float], settings: EarlyStopSection, *, pause: int 
             patience = early_stop.after_rows(
                 early_stop.Patience(**vars(patience)), rows[: place + 1], settings
             )
-        if early_stop.reason(patience, settings):
+        if early_stop.reason(patience, settings, patience.last_step):
             return place
     return None
 
@@ -72,13 +72,13 @@ def test_another_metric_and_other_samples_begin_anew() -> None:
     )
     worse = {"step": 5, "validation_loss": 2.0}
     same = early_stop.after_round(first, {**worse, "validation_data": "a"}, settings)
-    assert early_stop.reason(same, settings) == (
+    assert early_stop.reason(same, settings, same.last_step) == (
         "early stop at step 5: validation_loss never fell below 1 (step 0) in 1 round of validation"
     )
     other = early_stop.after_round(first, {**worse, "validation_data": "b"}, settings)
-    assert other.best == 2.0 and not early_stop.reason(other, settings)
+    assert other.best == 2.0 and not early_stop.reason(other, settings, other.last_step)
     clip = EarlyStopSection(monitor="clip_t", patience=1)
-    assert not early_stop.reason(same, clip)
+    assert not early_stop.reason(same, clip, same.last_step)
     assert early_stop.after_round(same, {"step": 10, "clip_t": 0.2}, clip).best == 0.2
 
 
@@ -86,9 +86,9 @@ def test_more_patience_goes_on_and_none_never_ends() -> None:
     settings = EarlyStopSection(patience=2)
     rows = [{"step": step, "validation_loss": 1.0} for step in range(4)]
     state = early_stop.after_rows(early_stop.Patience(), rows[:3], settings)
-    assert early_stop.reason(state, settings)
-    assert not early_stop.reason(state, EarlyStopSection(patience=3))
-    assert not early_stop.reason(state, None)
+    assert early_stop.reason(state, settings, state.last_step)
+    assert not early_stop.reason(state, EarlyStopSection(patience=3), state.last_step)
+    assert not early_stop.reason(state, None, state.last_step)
     assert early_stop.after_rows(state, rows, None) == state
 
 
@@ -96,4 +96,4 @@ def test_more_patience_goes_on_and_none_never_ends() -> None:
 def test_a_value_that_is_not_finite_is_told_as_such(value: float | None) -> None:
     settings = EarlyStopSection(patience=1)
     state = early_stop.after_round(early_stop.Patience(), {"step": 3, "validation_loss": value}, settings)
-    assert "has not had a finite value" in early_stop.reason(state, settings)
+    assert "has not had a finite value" in early_stop.reason(state, settings, state.last_step)

@@ -72,6 +72,16 @@ def test_the_plan_prints_steps_of_epochs_and_epochs_of_steps(
     assert "the run counts the steps of 3 epochs; this plan is for 30 steps" in decision.reason
 
 
+def test_held_out_pictures_leave_an_epoch_as_often_as_they_are_repeated(
+    config: Config, geometry: Geometry, tmp_path: Path
+) -> None:
+    asked = with_sets(
+        config(validation__held_out=2), DataSet(img_dir=pictures(tmp_path / "a", 20), repeats=10)
+    )
+    # 18 pictures are trained on, 10 times each
+    assert of_epochs(asked, 2).train.max_train_steps == 360
+
+
 def test_conversations_are_counted_about(config: Config, geometry: Geometry, tmp_path: Path) -> None:
     file, table = tmp_path / "c.jsonl", tmp_path / "d.json"
     file.write_text("".join(json.dumps({"text": "x" * 390}) + "\n" for _ in range(11)))

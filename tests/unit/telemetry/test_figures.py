@@ -40,6 +40,15 @@ def test_rounds_keep_their_shares() -> None:
     assert (kept.value, kept.low, kept.high) == (1.0, 1.0, 1.0) and not kept.tells_apart
 
 
+def test_rounds_that_are_mixed_are_no_difference() -> None:
+    """Two runs of one variant differ by more than their steps do: the interval alone would tell."""
+    ours, base = [[100.0, 100.1] * 15, [101.0, 101.1] * 15], [[100.4, 100.5] * 15, [100.5, 100.6] * 15]
+    mixed = ratio_of_medians(ours, base)
+    assert not mixed.rounds_apart and not mixed.tells_apart
+    apart = ratio_of_medians([one[:1] * 30 for one in ours], [[90.0] * 30, [99.9] * 30])
+    assert apart.rounds_apart and apart.tells_apart
+
+
 def test_the_same_draw_each_time_and_a_scale() -> None:
     ours, base = [[80.0, 83.0, 91.0]], [[100.0, 104.0, 97.0]]
     once, again = ratio_of_medians(ours, base), ratio_of_medians(ours, base)

@@ -19,9 +19,14 @@ from trainer.telemetry.figures import Ratio
 from trainer.telemetry.measurement import Curves, Table
 from trainer.words.tables import aligned
 
+_FEW_ROUNDS = 4
+"""Rounds from which on those of equal variants are mixed nearly always."""
+_OTHER_SHARE = 0.2
+"""Difference of shares of looks at the power cap of which is told."""
+
 
 def compared(ratio: Ratio) -> str:
-    """The ratio of two speeds with its interval; none where the interval has 1 in it."""
+    """The ratio of two speeds with its interval; none where these do not tell them apart."""
     interval = f"95 %: {ratio.low:.3f} to {ratio.high:.3f}"
     return f"{ratio.value:.3f} times ({interval})" if ratio.tells_apart else f"no difference ({interval})"
 
@@ -49,7 +54,7 @@ def _speed_cells(speed: Speed | None, first: str) -> dict[str, str]:
     names = (
         *("ms/step, median", "fastest to slowest", "medians of rounds", "tokens/s", "images/s"),
         *("model TFLOP/s", "MFU", "peak GiB allocated", "peak GiB by the driver", "first step, s"),
-        *(f"as fast as {first}", "throttled"),
+        *(f"as fast as {first}", "looks at the power cap", "throttled"),
     )
     if speed is None:
         return dict.fromkeys(names, "")
@@ -66,6 +71,7 @@ def _speed_cells(speed: Speed | None, first: str) -> dict[str, str]:
         number(speed.driver_gib, 1),
         ", ".join(number(one, 0) for one in speed.first_step_seconds),
         "" if speed.faster is None else compared(speed.faster),
+        f"{speed.power_capped:.0%}" if speed.power_capped else "",
         "; ".join(speed.throttled),
     )
     return dict(zip(names, cells, strict=True))
@@ -97,6 +103,14 @@ def notes(variants: Sequence[Variant], outcome: Outcome, extent: Extent) -> list
     ]
     if any(one.mfu is not None for one in speeds.values()):
         found.append("MFU is of the bf16 peak, whatever products are in: FP8 may be above 100 %")
+    if any(one.faster is not None for one in speeds.values()) and len(whole) < _FEW_ROUNDS:
+        found.append(
+            f"{len(whole)} run{'s' if len(whole) > 1 else ''} of each: how far apart two of one variant are"
+            f" is hardly known, {_FEW_ROUNDS} rounds tell"
+        )
+    capped = [one.power_capped for one in speeds.values() if one.power_capped is not None]
+    if capped and max(capped) - min(capped) > _OTHER_SHARE:
+        found.append("they are at the power cap for unequal shares: under another limit the ratio is another")
     if any(one.throttled for one in speeds.values()):
         found.append("the driver held clocks back in rounds that are marked: their times are of that")
     if outcome.again is not None:

@@ -24,11 +24,22 @@ SHARED: Mapping[str, Any] = {
     "validation.control_dir": None,
     "validation.img_dir": None,
     "validation.chat_file": None,
+    "validation.columns": None,
+    "validation.dataset_info": None,
+    "validation.name": None,
     "validation.held_out": 0,
     "validation.every_steps": 1_000_000,
+    "validation.metrics": (),
+    "validation.early_stop": None,
 }
 """Values of every run: a line of the log for each step, no previews and held-out losses, nothing sent out."""
-_PER_RUN = ("train.max_train_steps", "checkpoint.checkpointing_steps", _CACHE, "output_dir")
+_PER_RUN = (
+    "train.max_train_steps",
+    "train.num_train_epochs",
+    "checkpoint.checkpointing_steps",
+    _CACHE,
+    "output_dir",
+)
 """Keys that a comparison writes itself, besides those of SHARED."""
 
 
@@ -98,6 +109,7 @@ def measured_config(variant: Variant, steps: int, *, seed: int, cache: Path) -> 
     values = {
         **SHARED,
         "train.max_train_steps": steps,
+        "train.num_train_epochs": None,
         "train.lr_warmup_steps": min(variant.config.train.lr_warmup_steps, steps - 1),
         "checkpoint.checkpointing_steps": steps + 1,
         SEED: seed,

@@ -11,6 +11,7 @@ from typing import Any
 from trainer.engine.comparing.rounds import Outcome, Run
 from trainer.engine.comparing.variants import Variant
 from trainer.errors import ExitCode
+from trainer.machine import clocks
 from trainer.telemetry import figures, losses
 from trainer.telemetry.figures import Ratio, Times
 from trainer.words.sizes import GIB
@@ -39,7 +40,9 @@ class Speed:
     more_work: float
     """Samples or tokens of its step over those of the first one's."""
     throttled: tuple[str, ...]
-    """A text for each round in which the driver held the clocks back."""
+    """A text for each round in which the driver held the clocks back, but for the power cap."""
+    power_capped: float | None
+    """Share of looks at which the GPU was at its power cap; None where nobody looked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,8 @@ def speeds(variants: Sequence[Variant], outcome: Outcome, warmup: int) -> dict[s
         runs = [run for run in outcome.timed(variant) if len(run.rows) > warmup]
         if not runs:
             continue
-        rounds = [figures.of_steps(run.rows, len(run.rows) - warmup)["times"] for run in runs]
+        # not of_steps: a step that overflowed fp16 has no loss
+        rounds = [[1e3 * row["seconds_per_step"] for row in run.rows[warmup:]] for run in runs]
         timed = [row for run in runs for row in run.rows[warmup:]]
         work, faster, more = _work(timed), None, 1.0
         if variant is variants[0]:
@@ -90,7 +94,8 @@ def speeds(variants: Sequence[Variant], outcome: Outcome, warmup: int) -> dict[s
         elif base is not None:
             more = work / base[1]
             scale = more if abs(more - 1) > _EQUAL_WORK else 1.0
-            faster = figures.ratio_of_medians(base[0], rounds, scale=scale)
+            if variant.config.family == variants[0].config.family:
+                faster = figures.ratio_of_medians(base[0], rounds, scale=scale)
         found[variant.letter] = _speed(runs, timed, rounds, faster, more)
     return found
 
@@ -120,6 +125,7 @@ def _speed(
         faster=faster,
         more_work=more,
         throttled=tuple(f"{run.label}: {text}" for run in runs if (text := throttled(run))),
+        power_capped=_power_capped(runs),
     )
 
 
@@ -136,16 +142,25 @@ def _work(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def throttled(run: Run) -> str:
-    """Why the driver held a run's clocks back, in how many looks, and the clocks; empty where it did not."""
-    counts = collections.Counter(reason for look in run.looks for reason in look.reasons)
+    """Why the driver held a run's clocks back, in how many looks, and the clocks; empty where it did not,
+    or for the power cap alone.
+    """
+    counts = collections.Counter(
+        reason for look in run.looks for reason in look.reasons if reason != clocks.POWER_CAP
+    )
     if not counts:
         return ""
     reasons = ", ".join(f"{reason} in {count} of {len(run.looks)} looks" for reason, count in counts.items())
-    clocks = [look.mhz for look in run.looks if look.mhz is not None]
+    seen = [look.mhz for look in run.looks if look.mhz is not None]
     most = max((look.most_mhz for look in run.looks if look.most_mhz is not None), default=None)
-    if not clocks:
+    if not seen:
         return reasons
-    return f"{reasons}; {min(clocks)} to {max(clocks)} MHz" + (f" of {most}" if most else "")
+    return f"{reasons}; {min(seen)} to {max(seen)} MHz" + (f" of {most}" if most else "")
+
+
+def _power_capped(runs: Sequence[Run]) -> float | None:
+    looks = [look for run in runs for look in run.looks]
+    return sum(clocks.POWER_CAP in look.reasons for look in looks) / len(looks) if looks else None
 
 
 def learned(outcome: Outcome) -> dict[str, Learned]:
@@ -153,11 +168,11 @@ def learned(outcome: Outcome) -> dict[str, Learned]:
     if not outcome.learned or outcome.learned[0].code != ExitCode.OK:
         return {}
     first, *others = outcome.learned
-    again = outcome.again
+    again = outcome.again if outcome.again is not None and outcome.again.losses else None
     band = None if again is None else abs(_compared(again, first)("last_loss_ratio") - 1)
     found: dict[str, Learned] = {}
     for run in others:
-        if run.code not in (ExitCode.OK, ExitCode.DIVERGED):
+        if run.code not in (ExitCode.OK, ExitCode.DIVERGED) or not run.losses or not first.losses:
             continue
         figure = _compared(run, first) if run.code == ExitCode.OK else lambda name: float("nan")
         found[run.variant.letter] = Learned(
@@ -171,4 +186,5 @@ def learned(outcome: Outcome) -> dict[str, Learned]:
 
 
 def _compared(run: Run, first: Run) -> Callable[[str], float]:
-    return losses.compare(run.losses, first.losses).__getitem__
+    common = min(len(run.losses), len(first.losses))
+    return losses.compare(run.losses[:common], first.losses[:common]).__getitem__

@@ -65,8 +65,8 @@ def after_rows(
     return patience
 
 
-def reason(patience: Patience, settings: EarlyStopSection | None) -> str:
-    """Why training ends now, in words; empty where it goes on."""
+def reason(patience: Patience, settings: EarlyStopSection | None, step: int) -> str:
+    """Why training ends after `step`, in words; empty where it goes on."""
     if settings is None or patience.monitor != settings.monitor or patience.rounds < settings.patience:
         return ""
     worse = "fell below" if settings.monitor in LOWER_IS_BETTER else "rose above"
@@ -74,4 +74,4 @@ def reason(patience: Patience, settings: EarlyStopSection | None) -> str:
     rounds = f"{patience.rounds} round{'s' if patience.rounds > 1 else ''} of validation"
     best = "a finite value" if patience.best is None else f"{patience.best:.4g} (step {patience.best_step})"
     verb = f"has not had {best}" if patience.best is None else f"never {worse} {best}{delta}"
-    return f"early stop at step {patience.last_step}: {settings.monitor} {verb} in {rounds}"
+    return f"early stop at step {step}: {settings.monitor} {verb} in {rounds}"

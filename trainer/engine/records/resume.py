@@ -84,8 +84,11 @@ def _tell_changes(
     """Say every value that has changed since the checkpoint, `succeeding` ones of the fingerprint too; gives
     `Start.relabels`.
     """
-    rounds, older = early_stop.Patience(**snapshot.early_stop), not snapshot.settings
-    ended_early = early_stop.reason(rounds, context.config.validation.early_stop)
+    watched, older = context.config.validation.early_stop, not snapshot.settings
+    # previews are measured after the checkpoint of their step
+    rows = [row for row in read_metrics(context.run_dir / METRICS_LOG) if row["step"] <= snapshot.step]
+    rounds = early_stop.after_rows(early_stop.Patience(**snapshot.early_stop), rows, watched)
+    ended_early = early_stop.reason(rounds, watched, snapshot.step)
     finished = bool(ended_early) or snapshot.step == context.config.train.max_train_steps
     if older:
         context.say("an older trainer wrote the checkpoint: what changed in the settings since is not known")

@@ -23,7 +23,7 @@ def with_steps(context: Context, records: Sequence[Record]) -> Context:
     """The context with the steps of `train.num_train_epochs` as its `train.max_train_steps`, which it tells;
     as it is where the length is written in steps. All ranks find the same.
 
-    Raises ConfigError where they are no more than the warm-up, DataError for a conversation that is too long.
+    Raises ConfigError where they are no more than the warm-up.
     """
     epochs, warm_up = context.config.train.num_train_epochs, context.config.train.lr_warmup_steps
     if epochs is None:
@@ -57,6 +57,7 @@ def _steps(context: Context, records: Sequence[Record], wanted: int) -> int:
     alike = [()] * len(records)
     sampler, steps = sampler_of(context, records, alike, alike, sizes, limit), 0
     while wanted > 0:
+        context.alive(Phase.LOAD)
         wanted -= sum(map(len, sampler.step(steps)))
         steps += 1
     return steps

@@ -20,6 +20,7 @@ from trainer.engine.training import rounds, together
 from trainer.engine.training.feed import Fed, feed
 from trainer.engine.training.state import Run, State, Work, save, take_part_in_save
 from trainer.errors import (
+    AccessError,
     DataError,
     DivergedError,
     EndedTogether,
@@ -35,7 +36,7 @@ from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.sinks.records import ValidationRecord
 from trainer.telemetry.status import Phase
 
-_SAVED = (StoppedError, OutOfMemoryError, DataError)
+_SAVED = (StoppedError, OutOfMemoryError, DataError, AccessError)
 """Errors before which the last complete step is saved."""
 
 

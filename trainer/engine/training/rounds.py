@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Generator
 
 from trainer.engine.building.fast import uncompiled
@@ -91,11 +92,12 @@ def _draw(run: Run, state: State) -> None:
     together.require_equal(run, state)
     with beside_training(run):
         draw_previews(run, state.step)
-    _score(run, state)
+    if run.context.config.validation.metrics:
+        run.context.ranks.agreed(functools.partial(_score, run, state))
 
 
 def _score(run: Run, state: State) -> None:
-    """Measure the previews of this step; the other ranks wait for that."""
+    """Measure the previews of this step; the other ranks wait for that, and end with this one."""
     record = scores.score_previews(run, state.step)
     if record is not None:
         settings = run.context.config.validation.early_stop
@@ -108,13 +110,15 @@ def _draw_share(work: Work, state: State) -> None:
     if work.context.config.validation.prompts:
         with beside_training(work):
             sample(work.context, work.built.model, work.entries, work.context.ranks)
+    if work.context.config.validation.metrics:
+        work.context.ranks.agreed(lambda: None)
 
 
 def _stop_early(work: Work, state: State) -> None:
     """Have all ranks know whether training ends after this step: as rank 0 counts the rounds."""
     context, settings = work.context, work.context.config.validation.early_stop
     if settings is not None and state.step < context.config.train.max_train_steps:
-        state.ended_early = context.ranks.from_first(early_stop.reason(state.patience, settings))
+        state.ended_early = context.ranks.from_first(early_stop.reason(state.patience, settings, state.step))
 
 
 def tell_early_stop(run: Run, state: State) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from trainer.data.records import ImageRecord
+from trainer.engine.caching.entries import Prompt
 from trainer.engine.caching.samples import Samples
 from trainer.engine.context import Context
 from trainer.engine.scoring.models import Kind, ScoringModel, resolve
@@ -106,7 +107,7 @@ def score_previews(run: Run, step: int) -> ScoreRecord | None:
     record = ScoreRecord(
         step=step,
         pictures=found.pictures,
-        score_data=_data(context, scorer),
+        score_data=_data(context, scorer, run.entries.prompts),
         copied=len(found.copies) if found.nearest else None,
         **found.values,
     )
@@ -115,14 +116,16 @@ def score_previews(run: Run, step: int) -> ScoreRecord | None:
     return record
 
 
-def _data(context: Context, scorer: Scorer) -> str:
+def _data(context: Context, scorer: Scorer, prompts: Sequence[Prompt]) -> str:
     """Hash of everything that the metrics depend on besides the weights of what is trained."""
     validation = context.config.validation
     drawn: Mapping[str, object] = {
         name: vars(validation)[name]
         for name in ("prompts", "seed", "num_inference_steps", "guidance_scale", "resolution")
     }
-    text = json.dumps({**drawn, "scorer": scorer.identity}, sort_keys=True)
+    controls = [[one.content_sha256 for one in prompt.controls] for prompt in prompts]
+    edits = {"controls": controls} if any(controls) else {}
+    text = json.dumps({**drawn, **edits, "scorer": scorer.identity}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

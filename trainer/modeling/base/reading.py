@@ -177,8 +177,8 @@ class ShardReader(AbstractContextManager["ShardReader"]):
 
     @contextmanager
     def open(self, path: Path, select: Select = lambda sizes: sizes) -> Iterator[Shard]:
-        """The shard at `path`, of which the selected tensors can be had: parallel reads read these alone, as
-        far as whole pieces go.
+        """The shard at `path`, of which the selected tensors can be had: parallel reads read these alone, to
+        whole pages.
 
         Raises SafetensorError where the file is not what its header says.
         """
