@@ -59,7 +59,7 @@ def slow_save() -> None:
     """A checkpoint that takes long between its tensors."""
     from trainer.engine.records import checkpoint
 
-    _slow_tensors(checkpoint)
+    _slow_tensors(checkpoint, "write_files")
 
 
 def slow_export() -> None:
@@ -67,22 +67,25 @@ def slow_export() -> None:
     from trainer.engine.results import full
     from trainer.modeling.adapter import comfyui
 
-    _slow_tensors(full)
-    _slow_tensors(comfyui)
+    _slow_tensors(full, "write_files")
+    _slow_tensors(comfyui, "write_tensors")
 
 
-def _slow_tensors(module: Any) -> None:
-    real = module.write_tensors
+def _slow_tensors(module: Any, name: str) -> None:
+    """Whatever of the module writes tensors, and is given last what runs after each."""
+    real = vars(module)[name]
 
-    def write_tensors(path: Path, tensors: Any, metadata: Any, on_tensor: Callable[[], None] | None) -> Any:
+    def write(*given: Any) -> Any:
+        *what, on_tensor = given
+
         def later() -> None:
             time.sleep(TENSOR_SECONDS)
             if on_tensor is not None:
                 on_tensor()
 
-        return real(path, tensors, metadata, later)
+        return real(*what, later)
 
-    module.write_tensors = write_tensors
+    setattr(module, name, write)
 
 
 def slow_cache() -> None:

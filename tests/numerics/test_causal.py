@@ -369,6 +369,7 @@ def _kept(name: str, config: Mapping[str, Any], full: bool, compiled: bool) -> f
     assert type(block).__name__ in family.blocks
     states = torch.randn(1, tokens, config["hidden_size"], dtype=torch.bfloat16, requires_grad=True)
     tables = model.model.rotary_emb(states, torch.arange(tokens)[None])
+    torch.compiler.reset()  # else all cases count as recompilations of one function
     call = torch.compile(block) if compiled else block
     size = kept_bytes(
         model,
