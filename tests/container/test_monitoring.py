@@ -42,8 +42,19 @@ WITHOUT_ANSWER = {
     "DCGM_FI_DEV_GPU_UTIL": "dcgm-exporter needs a GPU",
     "DCGM_FI_DEV_POWER_USAGE": "dcgm-exporter needs a GPU",
     "DCGM_FI_DEV_SM_CLOCK * 1e6": "dcgm-exporter needs a GPU",
+    **dict.fromkeys(
+        (
+            'trainer_tokens_per_second{instance=~".+"} > 0',
+            'trainer_learned_tokens_per_second{instance=~".+"} > 0',
+            'trainer_tokens_total{instance=~".+"} > 0',
+            'trainer_learned_tokens_total{instance=~".+"} > 0',
+            'trainer_validation_perplexity{instance=~".+"} > 0',
+        ),
+        "the run learns from pictures (tests/e2e/test_conversations.py has one of texts)",
+    ),
+    'trainer_validation_score{instance=~".+"}': "the quickstart names no validation.metrics",
 }
-"""Queries that return nothing on a machine without GPU, and why."""
+"""Queries that return nothing for the quickstart on a machine without GPU, and why."""
 
 
 def boards() -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ def _row(found: Counted, config: RunConfig) -> Decision:
     if found.tokens:
         kind, how, about = "conversations", "by their rows, tokens by four bytes each", "about "
     else:
-        kind, how, about = "images", "by their names", ""
+        kind, how, about = "images", "by their names", "" if found.exact else "about "
     if epochs is not None:
         what = f"{epochs:g} epochs of {found.in_epoch} are {about}{steps} steps"
     elif found.tokens:
@@ -40,7 +40,8 @@ def _row(found: Counted, config: RunConfig) -> Decision:
     else:
         seen = steps * config.train.train_batch_size * config.train.gradient_accumulation_steps
         what = (
-            f"{steps} steps see {seen} samples: {found.epochs(config, steps):.1f} epochs of {found.in_epoch}"
+            f"{steps} steps see {seen} samples: {about}{found.epochs(config, steps):.1f} epochs"
+            f" of {found.in_epoch}"
         )
     held_out = f", {found.held_out} held out" if found.held_out else ""
     return Decision("data", f"{found.samples} {kind}", "facts", f"{how}; {what}{held_out}")

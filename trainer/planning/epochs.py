@@ -36,6 +36,8 @@ class Counted:
     held_out: int
     in_epoch: int
     """Samples trained on in one epoch: each `repeats` times, and each of its views."""
+    exact: bool = True
+    """Whether `in_epoch` is the run's: not where some are held out of sets that are repeated unequally."""
     tokens: float = 0.0
     """Tokens of an epoch of conversations, about; 0 for pictures."""
 
@@ -82,7 +84,10 @@ def count(config: RunConfig) -> Counted | None:
     longer = math.lcm(*(max(1, one.random_crop) * (2 if one.flip else 1) for one in sets))
     epoch = longer * sum(one.repeats * number for one, number in zip(sets, images, strict=True))
     left = _trained_share(epoch, held_out, sum(images))
-    return Counted(samples=sum(images), held_out=held_out, in_epoch=left) if left >= 1 else None
+    if left < 1:
+        return None
+    exact = not held_out or len({one.repeats for one in sets}) == 1
+    return Counted(samples=sum(images), held_out=held_out, in_epoch=left, exact=exact)
 
 
 def _trained_share(epoch: int, held_out: int, samples: int) -> int:

@@ -106,7 +106,7 @@ def test_a_plan_says_how_often_the_run_sees_its_images(
     found = plan(asked, machine("h200"), geometry)
     decision = row(with_data(found, with_sets(asked, one, other)), "data")
     assert decision.value == "22 images"
-    assert "100 steps see 400 samples: 10.0 epochs of 40, 2 held out" in decision.reason
+    assert "100 steps see 400 samples: about 10.5 epochs of 38, 2 held out" in decision.reason
     for unknown in (DataSet(img_dir=tmp_path / "none"), DataSet(chat_file=tmp_path / "c.jsonl")):
         assert with_data(found, with_sets(asked, one, unknown)) == found
 
