@@ -281,15 +281,16 @@ def test_peft_loads_what_is_saved(family: Any, base: Path, tokenizer: Any, tmp_p
     assert relative(plain, wanted) > 0.01
 
 
-@pytest.mark.parametrize("window", [None, 24])
-def test_answers_are_those_of_transformers(
-    family: Any, base: Path, tokenizer: Any, window: int | None
-) -> None:
-    """Also where a model's window is shorter than prompt and answer together."""
-    if window is not None and family.name != "mistral":
-        pytest.skip("its config knows no window for all layers")
-    changes = {} if window is None else {"sliding_window": window}
-    model = model_of(base, **changes)
+def test_answers_are_those_of_transformers(family: Any, base: Path, tokenizer: Any) -> None:
+    assert_same_answers(family, tokenizer, model_of(base))
+
+
+@pytest.mark.parametrize("family", ["mistral"], indirect=True)
+def test_a_window_that_is_shorter_than_prompt_and_answer(family: Any, base: Path, tokenizer: Any) -> None:
+    assert_same_answers(family, tokenizer, model_of(base, sliding_window=24))
+
+
+def assert_same_answers(family: Any, tokenizer: Any, model: Any) -> None:
     entries = [
         family.encode_text(tokenizer, text, (), prompt=True, max_sequence_length=64)
         for text in ("What is the answer?", "Hi")

@@ -76,12 +76,23 @@ def compare(
     if outcome.has_steps:
         for line in report.lines(variants, outcome, extent):
             say(line)
-        words = [*(path.name for path in layers.configs), *(f"--vary {text}" for text in vary)]
-        words += [f"--set {text}" for text in layers.overrides]
+        words = _words(layers, vary)
         report.write_files(variants, outcome, extent, words, record=record, plot=plot)
     if outcome.error is not None:
         raise outcome.error
     return outcome.code
+
+
+def _words(layers: Layers, vary: Sequence[str]) -> list[str]:
+    """The words of the command that say what was compared, without folders."""
+    given = {"--budget": layers.budget, "--gpus": layers.gpus}
+    return [
+        *(path.name for path in layers.configs),
+        *(f"--vary {text}" for text in vary),
+        *(f"--set {text}" for text in layers.overrides),
+        *(f"--preset {name}" for name in layers.presets),
+        *(f"{name} {value}" for name, value in given.items() if value is not None),
+    ]
 
 
 def _variants(layers: Layers, vary: Sequence[str]) -> list[tuple[str, Layers]]:
