@@ -20,6 +20,14 @@ from .test_ranks import FAST, failing
 RANKS = 3
 DEAF = CHILD.replace("flag.install()", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)")
 """A child as one that sits in an exchange."""
+AGREED = CHILD.replace(
+    "        sys.exit(flag.requested)",
+    """        parts = [rank_folder(folder.parent if rank else folder, one) for one in range(int(os.environ["RANKS"]))]
+        while not all((part / "saved").exists() for part in parts):
+            time.sleep(0.02)
+        sys.exit(flag.requested)""",
+)
+"""A child as one that saves with all others: none ends before each was asked."""
 
 
 def launched(start: Start, **given: object) -> tuple[list[Run], list[int]]:
@@ -65,7 +73,7 @@ def test_an_error_of_one_rank_is_the_exit_code_of_all(start: Start) -> None:
 
 
 def test_sigterm_to_all_stops_all_and_one_says_so(start: Start) -> None:
-    runs, _ = launched(start)
+    runs, _ = launched(start, child=AGREED)
     for run in runs:
         run.process.terminate()
     ends = [run.end() for run in runs]
