@@ -25,6 +25,7 @@ from trainer.engine.training.graphs import Graphs
 from trainer.engine.training.held_out import HeldOut
 from trainer.engine.training.work import Counter
 from trainer.errors import DataError, TrainerError
+from trainer.telemetry.control import Order
 from trainer.telemetry.status import Phase
 
 
@@ -77,6 +78,8 @@ class State:
     """1.0 where the last step was not finite; read one step later."""
     told: HostFlag | None = None
     """Answers of the ranks to each other in the last step; read with the flag. None for one process."""
+    orders: tuple[Order, ...] = ()
+    """Orders that are carried out after this step, by all ranks alike."""
     watch: Stopwatch | None = None
     """Times this rank's own work, where there are several."""
     slow: SlowRanks = field(default_factory=SlowRanks)
