@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.contract.runs import (
     LORA_CASES,
     KilledError,

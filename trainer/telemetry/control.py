@@ -53,7 +53,7 @@ class Request:
     step: int | None = None
     """Optimizer steps done when it was carried out."""
     done: str = ""
-    """What was done, in words."""
+    """Result in words, such as the checkpoint's name."""
 
 
 def ask(run_dir: Path, order: Order) -> Request:
