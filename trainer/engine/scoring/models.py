@@ -94,7 +94,7 @@ def models_of(
     on_start: Callable[[hub.Download], None] | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> dict[Kind, ScoringModel]:
-    """The models that `validation.metrics` takes features from, downloaded as `resolve` does; raises as it."""
+    """The models that `validation.metrics` takes features from, as `resolve` finds them; raises as it."""
     metrics = set(validation.metrics)
     names: dict[Kind, tuple[str, str]] = {}
     if metrics & OF_CLIP:
