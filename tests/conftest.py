@@ -55,7 +55,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_fsync() -> Iterator[None]:
-    """What these processes write need not outlive the machine, and some disks need long for each file."""
+    """Writes without waiting for the disk: nothing here must outlive the machine, and some disks are slow."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(os, "fsync", lambda descriptor: None)
         yield
