@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
-from trainer.cli.output import say
+from trainer.cli.output import print_error, say, wants_json
 from trainer.cli.targets import nearest, require_writable_folder
 from trainer.config import environment, launchers
 from trainer.config.interpreter import python, with_safe_path
@@ -59,7 +59,10 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
     shares, receiver = job.mode in _SHARED_MODES, webhook.configured() if job.mode == "train" else None
 
     def on_end(exit_code: int, cause: str) -> None:
-        ending.record_and_tell(loaded.config.output_dir, runtime_dir, receiver, exit_code, cause)
+        if job.mode == "train":
+            ending.record_and_tell(loaded.config.output_dir, runtime_dir, receiver, exit_code, cause)
+        if exit_code and wants_json():
+            print_error(exit_code, ending.problems_of(runtime_dir, exit_code, cause))
 
     if not shares:
         launch.require_one(job.mode)
@@ -86,7 +89,7 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
             address=environment.metrics_address(),
             unified_memory=any(gpu.integrated for gpu in facts.gpus),
             on_ready=(folder / _READY_FILE).touch,
-            on_end=on_end if job.mode == "train" else lambda exit_code, cause: None,
+            on_end=on_end,
         )
 
 

@@ -86,26 +86,21 @@ class Layers:
 
         Raises ConfigError with every problem.
         """
-        from trainer import families
         from trainer.config import environment
-        from trainer.config.reading.load import load
+        from trainer.families.loading import load_config
 
         environ = environment.snapshot()
         if not variables:
             kept = environment.CONFIG_PREFIX
             environ = {name: value for name, value in environ.items() if not name.startswith(kept)}
-
-        known = {name: families.get(name) for name in families.names()}
-        loaded = load(
+        loaded = load_config(
             self.configs,
             overrides=self.overrides,
             dataset=self.dataset,
             output=self.output,
             budget=self.budget,
             gpus=self.gpus,
-            chosen_presets=self.presets,
-            family_defaults={name: family.defaults for name, family in known.items()},
-            lora_presets={name: tuple(family.lora_targets) for name, family in known.items()},
+            presets=self.presets,
             environ=environ,
         )
         for kind, texts in (("warning", loaded.warnings), ("note", loaded.notes)):

@@ -221,7 +221,7 @@ def test_a_token_comes_from_a_file_and_may_be_missing(profile: str) -> None:
         assert plain not in service["environment"], "`docker inspect` shows the environment"
         default = COMPOSE / interpolated(files[secret]["file"], {})
         assert default.read_bytes() == b"", "no token is an empty file"
-        assert interpolated(files[secret]["file"], {f"{name}_FILE": "/a/token"}) == "/a/token"
+        assert interpolated(files[secret]["file"], {name: "/a/token"}) == "/a/token"
 
 
 def assert_confined(service: Node) -> None:

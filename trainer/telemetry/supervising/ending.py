@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.config.secrets import redacted
-from trainer.errors import Problem, StorageError
+from trainer.errors import Problem, StorageError, meaning
 from trainer.telemetry import status
 from trainer.telemetry.run_folder import process
 from trainer.telemetry.supervising import webhook
@@ -17,12 +17,19 @@ from trainer.telemetry.supervising.runtime_folder import say
 from trainer.telemetry.supervising.webhook import Webhook, WebhookError
 
 
+def problems_of(runtime_dir: Path, exit_code: int, cause: str) -> tuple[Problem, ...]:
+    """Errors that the ranks of a run ended with, or the cause where none could say; none of a good end."""
+    if not exit_code:
+        return ()
+    errors = (process.read_error(folder) for folder in status.rank_folders(runtime_dir))
+    return next(filter(None, errors), (Problem(what=cause),) if cause else ())
+
+
 def record_and_tell(
     run_dir: Path, runtime_dir: Path, receiver: Webhook | None, exit_code: int, cause: str
 ) -> None:
     """Record the end in the run's folder, then tell the receiver. What fails is said, and changes nothing."""
-    errors = (process.read_error(folder) for folder in status.rank_folders(runtime_dir))
-    problems = next(filter(None, errors), ()) if exit_code else ()
+    problems = problems_of(runtime_dir, exit_code, cause)
     try:
         process.end(run_dir, supervisor=os.getpid(), exit_code=exit_code, cause=cause, problems=problems)
     except StorageError as error:
@@ -43,15 +50,15 @@ def body(
 
     `text` and `content` are one line for people, which chat services show by one of these names.
     """
-    meaning, why = process.meaning(exit_code), cause or (problems[0].what if problems else "")
+    why = cause or (problems[0].what if problems else "")
     steps = {} if last is None else {"step": last.step, "steps": last.total}
-    line = f"{run_dir.name}: {meaning} (exit code {exit_code})" + (f": {why}" if why else "")
+    line = f"{run_dir.name}: {meaning(exit_code)} (exit code {exit_code})" + (f": {why}" if why else "")
     values = {
         "text": line,
         "content": line,
         "run": run_dir.name,
         "exit_code": exit_code,
-        "meaning": meaning,
+        "meaning": meaning(exit_code),
         "cause": why,
         **steps,
         "seconds": None if last is None else round(time.time() - last.started_unix_seconds, 1),
