@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,7 @@ from tests.contract.runs import (
     steps_saved,
 )
 from tests.e2e.conftest import Process, Start, common_environment
+from tests.ranks import is_gone
 from trainer.errors import ExitCode, as_data
 from trainer.telemetry import control
 from trainer.telemetry.control import Order, Request
@@ -73,6 +77,30 @@ def test_a_run_saves_draws_and_stops_as_it_is_asked_to(
     assert ended.state is State.RESUMABLE and len(ended.checkpoints) == 2
     assert ended.end is not None and ended.end.exit_code == ExitCode.STOPPED
     assert ended.end.problems[0].what == "stopped on request"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("child", ["saves", "killed"])
+def test_a_run_without_its_supervisor_records_its_own_end(child: str, start: Start, tmp_path: Path) -> None:
+    process = start(LORA_CASES[0], tmp_path, *ENDLESS, *NO_ROUNDS, "validation.prompts=[]")
+    process.wait_for_phase(Phase.TRAIN, step=2)
+    trains = process.child()
+    if child == "killed":
+        os.kill(trains, signal.SIGSTOP)  # it would save
+    os.kill(process.popen.pid, signal.SIGKILL)
+    process.popen.wait()
+    assert read_run(process.run_dir).state is State.RUNNING, "it saves, and holds the folder"
+    if child == "killed":
+        os.kill(trains, signal.SIGKILL)
+    while not is_gone(trains):
+        time.sleep(0.05)
+    run = read_run(process.run_dir)
+    assert run.end is not None
+    if child == "killed":
+        assert (run.state, run.end.exit_code) == (State.BEGUN, None)
+        assert "killed, or the machine went down" in run.end.meaning
+    else:
+        assert (run.state, run.end.exit_code) == (State.RESUMABLE, ExitCode.STOPPED)
 
 
 @pytest.mark.slow

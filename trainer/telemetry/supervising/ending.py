@@ -32,8 +32,8 @@ def record_and_tell(
     problems = problems_of(runtime_dir, exit_code, cause)
     try:
         process.end(run_dir, supervisor=os.getpid(), exit_code=exit_code, cause=cause, problems=problems)
-    except StorageError as error:
-        say(str(error))
+    except (OSError, StorageError) as error:  # the exit code is worth more than its note
+        say(f"warning: the end is not recorded: {error}")
     if receiver is not None:
         last = status.read_status(runtime_dir)
         try:
