@@ -38,6 +38,33 @@ def dump(config: RunConfig, sources: Mapping[str, str] | None = None) -> str:
     )
 
 
+def written(config: RunConfig, sources: Mapping[str, str]) -> str:
+    """YAML of the keys that neither the schema nor the family decided: a file that loads to `config` again."""
+    plain, left_out, lines = config.model_dump(), unused_keys(config), list[str]()
+    chosen = {
+        key for key, source in sources.items() if source != "default" and not source.startswith("family ")
+    }
+    sets = enumerate(plain["data"]["sets"])
+    plain["data"]["sets"] = tuple(
+        {
+            name: item
+            for name, item in one.items()
+            if item is not None and f"data.sets.{number}.{name}" in chosen
+        }
+        for number, one in sets
+    )
+    chosen |= {"data.sets"}
+    for key, value in plain.items():
+        if not isinstance(value, dict):
+            lines += [text for text, _ in entry(key, value, key, "")] if key in chosen else []
+            continue
+        kept = {name: item for name, item in value.items() if f"{key}.{name}" in chosen - left_out}
+        lines += [f"{key}:"] if kept else []
+        for name, item in kept.items():
+            lines += [text for text, _ in entry(name, item, f"{key}.{name}", "  ")]
+    return "".join(f"{line}\n" for line in lines)
+
+
 def entry(name: str, value: Any, key: str, indent: str) -> list[tuple[str, str]]:
     """Lines of YAML for one key, each with the dotted key of its value, or without one."""
     if not isinstance(value, tuple):
