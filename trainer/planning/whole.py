@@ -1,4 +1,4 @@
-"""The whole plan of a command line or a page: what a run goes on with, its steps, its data and its metrics."""
+"""The whole plan of a command line or a page: what a run goes on with, its steps, data and metrics."""
 
 from __future__ import annotations
 

@@ -18,23 +18,28 @@ from trainer.config.tree import KeyPath, Node, at, merge
 from trainer.errors import Problem
 
 Kind = Literal["choice", "number", "text", "path", "lines", "marks"]
-"""A field's input: one of some words, a number, a line, a folder or file, a line an item, several of some words."""
+"""Inputs: one of some words, a number, a line, a folder or file, a line an item, several of some words."""
 SETS = "data.sets"
 """The key of the list of data sets, whose items are objects."""
 SOURCE = "--set "
 """Beginning of the source of what was typed in a field; its key follows."""
-NEEDED = frozenset(
-    ("model.pretrained_model_name_or_path", "data.trigger_word", "train.max_train_steps", "output_dir")
-    + ("data.sets.img_dir", "data.sets.chat_file")
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+NEEDED = _words(
+    "model.pretrained_model_name_or_path data.trigger_word train.max_train_steps output_dir"
+    " data.sets.img_dir data.sets.chat_file"
 )
-USUAL = frozenset(
-    ("family", "method", "data.resolution", "data.caption_dropout_rate", "data.max_sequence_length")
-    + ("data.sets.control_dir", "data.sets.repeats", "data.sets.flip", "lora.rank", "lora.alpha")
-    + ("lora.target_modules", "train.num_train_epochs", "train.train_batch_size", "train.learning_rate")
-    + ("train.gradient_accumulation_steps", "train.optimizer", "train.lr_scheduler", "train.lr_warmup_steps")
-    + ("train.seed", "features.memory_budget", "features.weights", "features.compute", "parallel.gpus")
-    + ("validation.prompts", "validation.every_steps", "validation.held_out")
-    + ("checkpoint.checkpointing_steps", "checkpoint.checkpoints_total_limit")
+USUAL = _words(
+    "family method data.resolution data.caption_dropout_rate data.max_sequence_length data.sets.control_dir"
+    " data.sets.repeats data.sets.flip lora.rank lora.alpha lora.target_modules train.num_train_epochs"
+    " train.train_batch_size train.gradient_accumulation_steps train.learning_rate train.optimizer"
+    " train.lr_scheduler train.lr_warmup_steps train.seed features.memory_budget features.weights"
+    " features.compute parallel.gpus validation.prompts validation.every_steps validation.held_out"
+    " checkpoint.checkpointing_steps checkpoint.checkpoints_total_limit"
 )
 """Keys that a form shows first, and those that it shows next; positions in lists left out."""
 _ONE_OF = ("img_dir", "chat_file", "dataset_info")
@@ -66,9 +71,14 @@ class Field:
         return self.key.removeprefix(f"{SETS}.").partition(".")[2] or self.key
 
     @property
+    def group(self) -> str:
+        """Key of the item of a list that the field belongs to; empty for fields outside of lists."""
+        return ".".join(self.key.split(".")[:3]) if self.key.startswith(f"{SETS}.") else ""
+
+    @property
     def depth(self) -> str:
         """`needed`, `usual` or `all`: how much a form shows before it shows this field."""
-        plain = ".".join(part for part in self.key.split(".") if not part.isdecimal())
+        plain = without_positions(self.key)
         return "needed" if plain in NEEDED else "usual" if plain in USUAL else "all"
 
 
@@ -80,6 +90,11 @@ class Section:
     """Empty for the keys that lie in no section."""
     help: str
     fields: tuple[Field, ...]
+
+
+def without_positions(key: str) -> str:
+    """A dotted key without its positions in lists."""
+    return ".".join(part for part in key.split(".") if not part.isdecimal())
 
 
 def sections(schema: Mapping[str, Any], sets: int) -> tuple[Section, ...]:
@@ -252,7 +267,7 @@ def _value(text: str, path: KeyPath, source: str, *, structured: bool) -> tuple[
 
 
 def origin(source: str) -> str:
-    """The place where a value comes from, in one word or two: you, the file, a preset, the family, default."""
+    """The place where a value comes from, in a word or two: you, file, preset, family, default."""
     if source.startswith(SOURCE):
         return "you"
     return source if source == "default" or source.startswith(("family ", "preset ")) else "file"

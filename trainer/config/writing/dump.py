@@ -39,7 +39,7 @@ def dump(config: RunConfig, sources: Mapping[str, str] | None = None) -> str:
 
 
 def written(config: RunConfig, sources: Mapping[str, str]) -> str:
-    """YAML of the keys that neither the schema nor the family decided: a file that loads to `config` again."""
+    """YAML of the keys that neither schema nor family decided: a file that loads to `config` again."""
     plain, left_out, lines = config.model_dump(), unused_keys(config), list[str]()
     chosen = {
         key for key, source in sources.items() if source != "default" and not source.startswith("family ")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, reduce
 from pathlib import Path
@@ -30,6 +31,7 @@ from trainer.planning.shapes.set_look import stamp
 from trainer.planning.whole import whole_plan
 from trainer.ui import forms
 from trainer.ui.studio import Studio
+from trainer.ui.views.paths import MODEL, folders, outside, placed, root_name, takes_folder
 from trainer.ui.views.planned import Planned, of_error, of_plan
 
 OWN = "own"
@@ -50,6 +52,8 @@ class Asked:
     own: str = ""
     """YAML of OWN."""
     presets: tuple[str, ...] = ()
+    depth: str = "needed"
+    """Depth of the fields that are shown."""
     facts: str = ""
     """Another machine, as `trainer probe --json` wrote it; empty for this one."""
     typed: Mapping[str, str] = field(default_factory=dict)
@@ -70,6 +74,28 @@ class Shown:
     """The value that the plan chose for `auto`, and its reason; empty for others."""
     reason: str
     problems: tuple[Problem, ...]
+    places: tuple[str, ...]
+    """Folders that may be meant, by their names below the field's root."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownSection:
+    """A section with its fields, those of each data set apart."""
+
+    section: forms.Section
+    fields: tuple[Shown, ...]
+
+    @property
+    def depths(self) -> str:
+        """Depths of its fields, with a space between them."""
+        return " ".join(sorted({one.field.depth for one in self.fields}))
+
+    @property
+    def groups(self) -> list[tuple[str, list[Shown]]]:
+        """Fields by the item of a list that they belong to, in their order."""
+        return [
+            (key, list(some)) for key, some in itertools.groupby(self.fields, lambda one: one.field.group)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +103,11 @@ class NewRun:
     """The page."""
 
     asked: Asked
-    sections: tuple[tuple[forms.Section, tuple[Shown, ...]], ...]
+    sections: tuple[ShownSection, ...]
+    sets: int
+    """Data sets that there are; the form has one more."""
     planned: Planned
     notes: tuple[str, ...]
-    problems: tuple[Problem, ...]
-    """Problems that belong to no field."""
     yaml: str
     """The configuration as a file; empty where it is wrong."""
     difference: tuple[str, ...]
@@ -92,38 +118,43 @@ class NewRun:
     @property
     def fields(self) -> Iterator[Shown]:
         """All fields, in the order of the form."""
-        return (one for _, shown in self.sections for one in shown)
+        return (one for section in self.sections for one in section.fields)
 
 
 def new_run(studio: Studio, asked: Asked) -> NewRun:
     """The page for a form; a configuration that is wrong, or does not fit, is shown as well."""
-    below, wrong = _loaded(studio, replace(asked, typed=_kept(asked.typed, ("family", "method"))))
+    below, start_text, wrong = _below(studio, asked)
     loaded, problems = _loaded(studio, asked)
     final, planned = loaded, of_error(ConfigError(problems)) if problems else None
     if loaded is not None:
         final, planned = _planned(loaded, asked.facts)
         problems = planned.problems if planned.is_of_fields else ()
     assert planned is not None
-    form = _form(_count(below, asked))
-    keys = [one.key for section in form for one in section.fields]
+    count = _count(below, asked)
+    form = form_of(count)
     sources = {} if below is None else dict(below.sources)
-    placed: dict[str, list[Problem]] = {}
+    keys = [one.key for section in form for one in section.fields]
+    wrong_by_key: dict[str, list[Problem]] = {}
     for problem in problems or wrong:
-        placed.setdefault(forms.key_of(problem, keys, sources), []).append(problem)
-    loose = tuple(placed.pop("", ()))
-    sections = tuple(
-        (one, tuple(_shown(field, asked, below, final, planned, placed) for field in one.fields))
-        for one in form
-    )
+        wrong_by_key.setdefault(forms.key_of(problem, keys, sources), []).append(problem)
+    names = folders(studio)
+
+    def shown(one: forms.Field) -> Shown:
+        bad = tuple(wrong_by_key.get(one.key, ()))
+        return _shown(
+            one, asked, below, final, planned, bad, names[root_name(one.key)] if takes_folder(one) else ()
+        )
+
+    sections = tuple(ShownSection(section=one, fields=tuple(map(shown, one.fields))) for one in form)
     yaml = written(loaded.config, loaded.sources) if loaded is not None else ""
     return NewRun(
         asked=asked,
         sections=sections,
+        sets=count - 1,
         planned=planned,
         notes=() if loaded is None else (*loaded.warnings, *loaded.notes),
-        problems=loose,
         yaml=yaml,
-        difference=_difference(below, yaml),
+        difference=_difference(start_text, yaml),
         name="" if loaded is None else loaded.config.output_dir.name,
     )
 
@@ -141,20 +172,66 @@ def starts() -> Mapping[str, str]:
     return found
 
 
+def start_with(model: str) -> str:
+    """The first shipped configuration for a base model, by its name; empty where there is none."""
+    for stem in sorted(starts(), key=lambda one: not one.endswith("_lora")):
+        tree, _ = layers.from_file(presets.shipped_folder() / f"{stem}.yaml")
+        node = None if tree is None else tree.get(tuple(MODEL.split(".")))
+        if node is not None and node.value == model:
+            return stem
+    return ""
+
+
+def problems_of(studio: Studio, asked: Asked) -> tuple[Problem, ...]:
+    """Everything that is wrong with the configuration of a form; its plan is not asked."""
+    return _loaded(studio, asked)[1]
+
+
 def warm(studio: Studio) -> None:
     """Plan each shipped configuration once: a family's first plan takes ten times as long as its others."""
     for name in starts():
         new_run(studio, Asked(start=name))
 
 
-def _kept(typed: Mapping[str, str], keys: Sequence[str]) -> Mapping[str, str]:
-    return {key: typed[key] for key in keys if key in typed}
+Below = tuple[Loaded | None, str, tuple[Problem, ...]]
+"""A configuration, its YAML, and what is wrong with it."""
+
+
+def _below(studio: Studio, asked: Asked) -> Below:
+    """The configuration under what was typed: only a family and a method that were chosen count."""
+    typed = tuple((key, asked.typed[key]) for key in ("family", "method") if key in asked.typed)
+    environ = environment.snapshot().items()
+    variables = tuple(sorted(one for one in environ if one[0].startswith(environment.CONFIG_PREFIX)))
+    folder = free_folder(studio, asked.start)
+    return _remembered_below(studio, (asked.start, asked.own, asked.presets, typed), (variables, folder))
+
+
+@lru_cache(maxsize=16)
+def _remembered_below(
+    studio: Studio, base: tuple[str, str, tuple[str, ...], tuple[tuple[str, str], ...]], place: object
+) -> Below:
+    """The configuration of a form without most fields; `place` is all else that it depends on."""
+    start, own, chosen, typed = base
+    loaded, problems = _loaded(studio, Asked(start=start, own=own, presets=chosen, typed=dict(typed)))
+    return loaded, "" if loaded is None else written(loaded.config, loaded.sources), problems
 
 
 def _count(below: Loaded | None, asked: Asked) -> int:
     """Data sets that the form shows: those that there are, and one more."""
     typed = [int(key.split(".")[2]) for key, text in asked.typed.items() if _is_of_set(key) and text.strip()]
     return 1 + max([1 if below is None else len(below.config.data.sets), *(number + 1 for number in typed)])
+
+
+def is_key(name: str) -> bool:
+    """True for the key of a field; of a data set's, up to the hundredth set."""
+    if name.startswith(f"{forms.SETS}."):
+        return _is_of_set(name) and forms.without_positions(name) in _plain_keys()
+    return name in _plain_keys()
+
+
+@cache
+def _plain_keys() -> frozenset[str]:
+    return frozenset(forms.without_positions(one.key) for section in form_of(1) for one in section.fields)
 
 
 def _is_of_set(key: str) -> bool:
@@ -165,7 +242,8 @@ def _is_of_set(key: str) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _form(sets: int) -> tuple[forms.Section, ...]:
+def form_of(sets: int) -> tuple[forms.Section, ...]:
+    """The form with so many data sets."""
     return forms.sections(json_schema(families.names()), sets)
 
 
@@ -203,8 +281,8 @@ def _loaded(studio: Studio, asked: Asked) -> tuple[Loaded | None, tuple[Problem,
     files, chosen = [start, *_run_folder(studio, asked, name)], _presets(asked.presets)
     trees = [tree for tree, _ in (*files, *chosen) if tree is not None]
     low = reduce(layers.merged, trees, Node(value={}, source=name)).get(("data", "sets"))
-    form = _form(_count(None, asked))
-    own = forms.layer(form, _placed(studio, form, asked.typed), low)
+    form = form_of(_count(None, asked))
+    own = forms.layer(form, placed(studio, form, asked.typed), low)
     defaults, lora_presets = _known()
     environ = environment.snapshot()
     try:
@@ -217,79 +295,27 @@ def _loaded(studio: Studio, asked: Asked) -> tuple[Loaded | None, tuple[Problem,
             lora_presets=lora_presets,
             environ=environ,
         )
-        outside = tuple(_outside(studio, form, loaded))
     except ConfigError as error:
         return None, error.problems
-    return (None, outside) if outside else (loaded, ())
+    wrong = tuple(outside(studio, form, loaded))
+    return (None, wrong) if wrong else (loaded, ())
 
 
 def _run_folder(studio: Studio, asked: Asked, name: str) -> list[Layer]:
-    """The layer of a new folder below the runs; shipped files name one of their own, which is none of ours."""
+    """The layer of a new folder below the runs, in place of the one that a shipped file names."""
     if asked.start == OWN:
         return []
+    return [(at(("output_dir",), from_plain(str(free_folder(studio, name)), STUDIO)), [])]
+
+
+def free_folder(studio: Studio, name: str) -> Path:
+    """The first of NAME, NAME-2, ... below the runs that is not there; `.yaml` files beside them count."""
     plain, number = name.replace("_", "-"), 1
-    while (folder := studio.runs / (plain if number == 1 else f"{plain}-{number}")).exists():
+    while True:
+        folder = studio.runs / (plain if number == 1 else f"{plain}-{number}")
+        if not folder.exists() and not folder.with_name(f"{folder.name}.yaml").exists():
+            return folder
         number += 1
-    return [(at(("output_dir",), from_plain(str(folder), STUDIO)), [])]
-
-
-_ROOTS: Mapping[str, str] = {
-    "output_dir": "runs",
-    "lora.init_from": "runs",
-    "checkpoint": "runs",
-    "model": "models",
-}
-"""Keys and sections whose paths lie below another root than that of data sets."""
-
-
-def _root(studio: Studio, key: str) -> Path:
-    name = _ROOTS.get(key) or _ROOTS.get(key.partition(".")[0], "data")
-    return {"runs": studio.runs, "models": studio.models, "data": studio.data}[name]
-
-
-def _placed(studio: Studio, form: Sequence[forms.Section], typed: Mapping[str, str]) -> Mapping[str, str]:
-    """Texts of fields, with relative paths put below their root; a base model's only where it is there."""
-    found = dict(typed)
-    for one in (field for section in form for field in section.fields):
-        text = typed.get(one.key, "").strip()
-        if not text or text in (*one.words, "~", "null") or text.startswith(("/", "~", "[")):
-            continue
-        path = _root(studio, one.key) / text
-        if one.kind == "path" or (one.key == "model.pretrained_model_name_or_path" and path.is_dir()):
-            found[one.key] = str(path)
-    return found
-
-
-def _outside(studio: Studio, form: Sequence[forms.Section], loaded: Loaded) -> Iterator[Problem]:
-    """A problem for each path that somebody else than a shipped file wrote, and that leaves the roots."""
-    shipped = str(presets.shipped_folder())
-    roots = [root.resolve() for root in (studio.runs, studio.data, studio.models)]
-    for key in (one.key for section in form for one in section.fields):
-        source = loaded.sources.get(key, "default")
-        if source == "default" or source.startswith((shipped, "family ", "preset ")):
-            continue
-        for path in _paths(forms.value_at(loaded.config, key), key):
-            resolved = path.expanduser().resolve()
-            allowed = roots[:1] if key == "output_dir" else roots
-            if not any(resolved.is_relative_to(root) and resolved != root for root in allowed):
-                what = f"`{key}`: {path} is outside of the studio's folders"
-                remedy = f"name a place below {_root(studio, key)}"
-                yield Problem(what=what, where=source, remedy=remedy)
-
-
-_NAMES_OF_MODELS = ("model.pretrained_model_name_or_path", "validation.clip_model", "validation.dinov2_model")
-
-
-def _paths(value: Any, key: str) -> Iterator[Path]:
-    """Paths in a value; a text is one where it begins like one, or is that of a template's file."""
-    if isinstance(value, Path):
-        yield value
-    elif isinstance(value, tuple):
-        for one in value:
-            yield from _paths(one, key)
-    elif isinstance(value, str) and (key in _NAMES_OF_MODELS or key == "data.chat_template"):
-        if value.startswith(("/", "~", ".")) or value.endswith(".jinja") or "/../" in value:
-            yield Path(value)
 
 
 _ROW_OF = {"model.dtype": "dtype", "parallel.gpus": "gpus", "parallel.shard": "shard"}
@@ -301,8 +327,10 @@ def _shown(
     below: Loaded | None,
     final: Loaded | None,
     planned: Planned,
-    placed: Mapping[str, Sequence[Problem]],
+    problems: tuple[Problem, ...],
+    places: tuple[str, ...],
 ) -> Shown:
+    """A field beside the configuration under what was typed, the one that is planned, and its plan."""
     typed, decided = asked.typed.get(one.key, ""), None
     loaded = final or below
     source = "default" if loaded is None else loaded.sources.get(one.key, "default")
@@ -316,15 +344,16 @@ def _shown(
         origin="studio" if source == STUDIO else "you" if typed.strip() else forms.origin(source),
         decided="" if decided is None else decided.value,
         reason="" if decided is None else decided.reason,
-        problems=tuple(placed.get(one.key, ())),
+        problems=problems,
+        places=places,
     )
 
 
-def _difference(below: Loaded | None, yaml: str) -> tuple[str, ...]:
-    if below is None or not yaml:
-        return ()
-    old, new = (text.splitlines() for text in (written(below.config, below.sources), yaml))
-    return tuple(difflib.unified_diff(old, new, "the start", "this run", lineterm="", n=2))
+def _difference(old: str, new: str) -> tuple[str, ...]:
+    lines = (text.splitlines() for text in (old, new))
+    return (
+        tuple(difflib.unified_diff(*lines, "the start", "this run", lineterm="", n=2)) if old and new else ()
+    )
 
 
 class _Plans:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.config.schema import RunConfig
 from trainer.errors import MEANING, ExitCode, Problem, TrainerError
@@ -11,7 +11,8 @@ from trainer.machine.facts import Facts
 from trainer.planning.choose.fit import DoesNotFitError
 from trainer.planning.choose.suggestions import changes_text
 from trainer.planning.plan import Decision, MemoryRow, Plan
-from trainer.ui.forms import value_text
+from trainer.ui.forms import SOURCE, value_text
+from trainer.words.sizes import gib
 
 FITS, TIGHT = 0.85, 0.97
 """Shares of a budget up to which a bar is green, and amber."""
@@ -84,6 +85,25 @@ class Planned:
         return MEANING[self.code]
 
     @property
+    def state(self) -> str:
+        """The worst of its bars' states."""
+        return max((one.state for one in self.bars), key=("fits", "tight", "full").index, default="full")
+
+    @property
+    def summary(self) -> str:
+        """The plan in one sentence, also for screen readers."""
+        if self.plan is None:
+            return f"{self.meaning[:1].upper()}{self.meaning[1:]} (exit code {self.code.value})"
+        most = max(self.bars[:2], key=lambda one: one.share)
+        return f"{gib(most.bytes)} of {gib(most.limit_bytes)} for {most.title}"
+
+    @property
+    def rows(self) -> tuple[Decision, ...]:
+        """The decisions, with sources as a page says them."""
+        rows = () if self.plan is None else self.plan.decisions
+        return tuple(replace(row, source=source_word(row.source)) for row in rows)
+
+    @property
     def is_of_fields(self) -> bool:
         """True where the problems are about values that can be corrected in the form."""
         return self.code in (ExitCode.BAD_CONFIG, ExitCode.HARDWARE)
@@ -92,6 +112,11 @@ class Planned:
         """The row of the plan on a feature; None where it has none."""
         rows = () if self.plan is None else self.plan.decisions
         return next((row for row in rows if row.feature == feature), None)
+
+
+def source_word(source: str) -> str:
+    """The source of a decision: `you` for a field, a file without its folders, others as they are."""
+    return "you" if source.startswith(SOURCE) else source.rpartition("/")[2]
 
 
 def of_plan(plan: Plan, config: RunConfig, facts: Facts) -> Planned:

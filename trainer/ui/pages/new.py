@@ -1,0 +1,152 @@
+"""The page of a new run: the form, its plan as it is typed, the file, and the start."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from trainer.config.reading import presets
+from trainer.errors import Problem, TrainerError
+from trainer.files import atomic
+from trainer.ui.page import render
+from trainer.ui.studio import Studio
+from trainer.ui.views.foreign import Translated, brought
+from trainer.ui.views.new import OWN, Asked, NewRun, free_folder, is_key, new_run, starts
+
+DEPTHS = ("needed", "usual", "all")
+_MOST_CHARACTERS = 1 << 19
+"""Longest text of a field."""
+
+
+def routes(studio: Studio) -> Sequence[BaseRoute]:
+    """Routes of the page, of its plan, of the configuration as a file, and of the start."""
+
+    def show(request: Request) -> Response:
+        start = request.query_params.get("start", Asked().start)
+        return _page(request, new_run(studio, Asked(start=start if start in starts() else Asked().start)))
+
+    async def change(request: Request) -> Response:
+        form = await request.form(max_fields=4000)
+        return await run_in_threadpool(_changed, studio, request, form)
+
+    async def plan(request: Request) -> Response:
+        asked = asked_by(await request.form(max_fields=4000))
+        return await run_in_threadpool(lambda: _plan(request, new_run(studio, asked)))
+
+    async def file(request: Request) -> Response:
+        asked = asked_by(await request.form(max_fields=4000))
+        return await run_in_threadpool(lambda: _file(request, new_run(studio, asked)))
+
+    async def start(request: Request) -> Response:
+        asked = asked_by(await request.form(max_fields=4000))
+        return await run_in_threadpool(lambda: _started(studio, request, new_run(studio, asked)))
+
+    return [
+        Route("/new", show, methods=["GET"]),
+        Route("/new", change, methods=["POST"]),
+        Route("/new/plan", plan, methods=["POST"]),
+        Route("/new/file", file, methods=["POST"]),
+        Route("/new/start", start, methods=["POST"]),
+    ]
+
+
+def asked_by(form: FormData) -> Asked:
+    """The form that a request brings; fields that are no keys, and files, are not read."""
+    typed = dict[str, str]()
+    for key, value in form.multi_items():
+        if isinstance(value, str) and is_key(key) and len(value) <= _MOST_CHARACTERS:
+            typed[key] = f"{typed[key]}\n{value}" if key in typed else value
+    # a button of a way out types its values
+    for line in filter(None, _text(form, "set").splitlines()):
+        key, _, value = line.partition("=")
+        typed |= {key: value} if is_key(key) else {}
+    known = presets.names()
+    return Asked(
+        start=_text(form, "start") or Asked().start,
+        own=_text(form, "own"),
+        presets=tuple(one for one in form.getlist("preset") if isinstance(one, str) and one in known),
+        depth=depth if (depth := _text(form, "depth")) in DEPTHS else DEPTHS[0],
+        facts=_text(form, "facts"),
+        typed=typed,
+    )
+
+
+def _text(form: FormData, name: str) -> str:
+    value = form.get(name, "")
+    return value if isinstance(value, str) else ""
+
+
+def _changed(studio: Studio, request: Request, form: FormData) -> Response:
+    """The whole page for a form, with another trainer's configuration translated where one was pasted."""
+    asked, foreign = asked_by(form), _text(form, "foreign")
+    rows, problems = tuple[Translated, ...](), tuple[Problem, ...]()
+    if foreign.strip():
+        try:
+            asked, rows = brought(studio, asked, foreign)
+        except TrainerError as error:
+            problems = error.problems
+    kept = foreign if problems else ""
+    return _page(request, new_run(studio, asked), rows=rows, foreign=kept, foreign_problems=problems)
+
+
+def _page(request: Request, view: NewRun, status_code: int = 200, **more: object) -> Response:
+    context = {"rows": (), "foreign": "", "foreign_problems": (), "start_problem": None, **more}
+    return render(
+        request,
+        "new.html",
+        status_code=status_code,
+        view=view,
+        notes=_notes(view),
+        starts=starts(),
+        own=OWN,
+        presets=presets.names(),
+        **context,
+    )
+
+
+def _plan(request: Request, view: NewRun) -> Response:
+    return render(request, "_plan.html", view=view, notes=_notes(view))
+
+
+def _notes(view: NewRun) -> str:
+    """JSON of the texts beside each field, for the script that writes them there."""
+    notes = {
+        one.field.key: [
+            one.below,
+            one.origin,
+            one.decided,
+            one.reason,
+            [f"{problem.what}. {problem.remedy}" for problem in one.problems],
+        ]
+        for one in view.fields
+    }
+    return json.dumps(notes, ensure_ascii=False)
+
+
+def _file(request: Request, view: NewRun) -> Response:
+    """The configuration as a file to keep; the page with its mistakes where it has some."""
+    if not view.yaml:
+        return _page(request, view, status_code=422)
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", view.name)
+    headers = {"Content-Disposition": f'attachment; filename="{name}.yaml"'}
+    return PlainTextResponse(view.yaml, media_type="application/yaml", headers=headers)
+
+
+def _started(studio: Studio, request: Request, view: NewRun) -> Response:
+    """The configuration written below the runs, for a start by the command that the page then shows."""
+    problem = None
+    if view.asked.facts.strip():
+        problem = Problem(what="the plan is for another machine", remedy="leave its field empty")
+    if view.planned.plan is None or problem is not None:
+        return _page(request, view, status_code=422, start_problem=problem)
+    folder = free_folder(studio, view.name)
+    target = folder.with_name(f"{folder.name}.yaml")
+    atomic.write_text(target, view.yaml)
+    return render(request, "new_started.html", view=view, file=target)
