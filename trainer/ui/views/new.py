@@ -19,7 +19,7 @@ from trainer.config.reading import layers, presets, strict_yaml
 from trainer.config.reading.layers import Layer
 from trainer.config.reading.load import Loaded, from_layers
 from trainer.config.schema import RunConfig
-from trainer.config.tree import Node, at, from_plain
+from trainer.config.tree import Node, at, from_plain, without
 from trainer.config.writing.dump import written
 from trainer.config.writing.schema_json import json_schema
 from trainer.errors import ConfigError, HardwareError, Problem, TrainerError
@@ -278,6 +278,8 @@ def _presets(names: tuple[str, ...]) -> tuple[Layer, ...]:
 def _loaded(studio: Studio, asked: Asked) -> tuple[Loaded | None, tuple[Problem, ...]]:
     """The configuration of a form, or everything that is wrong with it."""
     name, start = _start(asked.start, asked.own)
+    if asked.typed.get("method") == "full" and start[0] is not None:
+        start = (without(start[0], ("lora",)), start[1])  # a start's LoRA is none that somebody typed
     files, chosen = [start, *_run_folder(studio, asked, name)], _presets(asked.presets)
     trees = [tree for tree, _ in (*files, *chosen) if tree is not None]
     low = reduce(layers.merged, trees, Node(value={}, source=name)).get(("data", "sets"))

@@ -45,7 +45,7 @@ def _names(root: Path) -> tuple[str, ...]:
 
 def takes_folder(field: forms.Field) -> bool:
     """True for fields whose value may be a folder of base models or of pictures."""
-    return field.key == MODEL or (field.key.endswith("_dir") and root_name(field.key) == "data")
+    return field.key == MODEL or field.key.endswith((".img_dir", ".control_dir", ".mask_dir"))
 
 
 def placed(studio: Studio, form: Sequence[forms.Section], typed: Mapping[str, str]) -> Mapping[str, str]:

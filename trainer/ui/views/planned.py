@@ -98,6 +98,14 @@ class Planned:
         return f"{gib(most.bytes)} of {gib(most.limit_bytes)} for {most.title}"
 
     @property
+    def told(self) -> tuple[Problem, ...]:
+        """The problems, with keys in place of what was typed; ways out are told apart."""
+        return tuple(
+            replace(one, where=one.where.removeprefix(SOURCE), remedy="" if self.ways_out else one.remedy)
+            for one in self.problems
+        )
+
+    @property
     def rows(self) -> tuple[Decision, ...]:
         """The decisions, with sources as a page says them."""
         rows = () if self.plan is None else self.plan.decisions
