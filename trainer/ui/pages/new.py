@@ -9,16 +9,18 @@ from collections.abc import Sequence
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from trainer.config import environment
 from trainer.config.reading import presets
 from trainer.errors import Problem, TrainerError
-from trainer.files import atomic
+from trainer.queue.local import Local
+from trainer.queue.scheduler import is_scheduled
 from trainer.ui.page import render
-from trainer.ui.studio import Studio
+from trainer.ui.studio import Studio, UnknownIdError
 from trainer.ui.views.foreign import Translated, brought
-from trainer.ui.views.new import OWN, Asked, NewRun, free_folder, is_key, new_run, starts
+from trainer.ui.views.new import OWN, Asked, NewRun, add_to_queue, is_key, new_run, starts
 
 DEPTHS = ("needed", "usual", "all")
 _MOST_CHARACTERS = 1 << 19
@@ -46,7 +48,7 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
 
     async def start(request: Request) -> Response:
         asked = asked_by(await request.form(max_fields=4000))
-        return await run_in_threadpool(lambda: _started(studio, request, new_run(studio, asked)))
+        return await run_in_threadpool(lambda: _started(request, new_run(studio, asked)))
 
     return [
         Route("/new", show, methods=["GET"]),
@@ -54,6 +56,7 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
         Route("/new/plan", plan, methods=["POST"]),
         Route("/new/file", file, methods=["POST"]),
         Route("/new/start", start, methods=["POST"]),
+        Route("/new/added/{job:int}", _added, methods=["GET"]),
     ]
 
 
@@ -97,7 +100,7 @@ def _changed(studio: Studio, request: Request, form: FormData) -> Response:
 
 
 def _page(request: Request, view: NewRun, status_code: int = 200, **more: object) -> Response:
-    context = {"rows": (), "foreign": "", "foreign_problems": (), "start_problem": None, **more}
+    context = {"rows": (), "foreign": "", "foreign_problems": (), "start_problems": (), **more}
     return render(
         request,
         "new.html",
@@ -139,14 +142,19 @@ def _file(request: Request, view: NewRun) -> Response:
     return PlainTextResponse(view.yaml, media_type="application/yaml", headers=headers)
 
 
-def _started(studio: Studio, request: Request, view: NewRun) -> Response:
-    """The configuration written below the runs, for a start by the command that the page then shows."""
-    problem = None
-    if view.asked.facts.strip():
-        problem = Problem(what="the plan is for another machine", remedy="leave its field empty")
-    if view.planned.plan is None or problem is not None:
-        return _page(request, view, status_code=422, start_problem=problem)
-    folder = free_folder(studio, view.name)
-    target = folder.with_name(f"{folder.name}.yaml")
-    atomic.write_text(target, view.yaml)
-    return render(request, "new_started.html", view=view, file=target)
+def _started(request: Request, view: NewRun) -> Response:
+    """The way to the page of the new job; the form with what is wrong where there is none."""
+    try:
+        job = add_to_queue(view)
+    except TrainerError as error:
+        return _page(request, view, status_code=422, start_problems=error.problems)
+    return RedirectResponse(f"/new/added/{job}", status_code=303)
+
+
+def _added(request: Request) -> Response:
+    """The page that tells of a job which was added."""
+    queue, number = Local(folder=environment.queue_dir().absolute()), request.path_params["job"]
+    job = next((job for job, _ in queue.jobs() if job.id == number), None)
+    if job is None:
+        raise UnknownIdError(str(number))
+    return render(request, "new_added.html", job=job, scheduled=is_scheduled(queue.folder))

@@ -29,6 +29,8 @@ from trainer.modeling.base.base import is_repository, local_folder
 from trainer.planning.planning import machine_facts, requested_profile
 from trainer.planning.shapes.set_look import stamp
 from trainer.planning.whole import whole_plan
+from trainer.queue.adding import request
+from trainer.queue.local import Local
 from trainer.ui import forms
 from trainer.ui.studio import Studio
 from trainer.ui.views.paths import MODEL, folders, outside, placed, root_name, takes_folder
@@ -103,6 +105,8 @@ class NewRun:
     """The page."""
 
     asked: Asked
+    loaded: Loaded | None
+    """The configuration; None where it is wrong."""
     sections: tuple[ShownSection, ...]
     sets: int
     """Data sets that there are; the form has one more."""
@@ -149,6 +153,7 @@ def new_run(studio: Studio, asked: Asked) -> NewRun:
     yaml = written(loaded.config, loaded.sources) if loaded is not None else ""
     return NewRun(
         asked=asked,
+        loaded=loaded,
         sections=sections,
         sets=count - 1,
         planned=planned,
@@ -185,6 +190,19 @@ def start_with(model: str) -> str:
 def problems_of(studio: Studio, asked: Asked) -> tuple[Problem, ...]:
     """Everything that is wrong with the configuration of a form; its plan is not asked."""
     return _loaded(studio, asked)[1]
+
+
+def add_to_queue(view: NewRun) -> str:
+    """Add the run behind all others of the queue; the number of its job.
+
+    Raises ConfigError for a form that is wrong, and the errors of `trainer queue add`.
+    """
+    if view.loaded is None or view.asked.facts.strip():
+        remedy = "correct what is marked, and leave the field of another machine empty"
+        raise ConfigError("this is no plan of a run on this machine", where="the form", remedy=remedy)
+    queue = Local(folder=environment.queue_dir().absolute())
+    (job,) = queue.submit([request(view.loaded, _this_machine(_tick()), queue.gpus())])
+    return job
 
 
 def warm(studio: Studio) -> None:
@@ -385,7 +403,7 @@ _PLANS = _Plans()
 def _planned(loaded: Loaded, recorded: str) -> tuple[Loaded, Planned]:
     """The configuration as it is planned, and its plan on this machine, or on one that was `recorded`."""
     try:
-        tick = int(time.monotonic() / _FACTS_SECONDS)
+        tick = _tick()
         facts = _recorded(recorded) if recorded.strip() else _this_machine(tick)
         where = recorded.strip() or tick
         key = (
@@ -409,6 +427,10 @@ def _stamps(config: RunConfig) -> tuple[object, ...]:
     folder, checkpoints = local_folder(config), config.output_dir / "checkpoints"
     here = [path for path in (folder, checkpoints) if path is not None and path.exists()]
     return stamp_of(here), stamp(config.data.sets)
+
+
+def _tick() -> int:
+    return int(time.monotonic() / _FACTS_SECONDS)
 
 
 @lru_cache(maxsize=1)
