@@ -187,6 +187,10 @@ def test_bars_are_green_amber_and_red_by_their_share(used: int, state: str) -> N
     assert bar.limit == pytest.approx(100 * 100 / max(used, 100))
 
 
+def test_a_plan_that_was_made_fits() -> None:
+    assert planned.bar("x", (MemoryRow("a", 98, ""),), 100, planned=True).state == "tight"
+
+
 def test_no_budget_is_red() -> None:
     assert planned.bar("x", (MemoryRow("a", 5, ""),), 0).state == "full"
 

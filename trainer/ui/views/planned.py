@@ -39,6 +39,8 @@ class Bar:
     limit_bytes: int
     limit: float
     """Place of the limit, in per cent of the bar's length."""
+    planned: bool
+    """Whether a plan was made within the limit: then it fits, though tightly."""
 
     @property
     def share(self) -> float:
@@ -48,7 +50,9 @@ class Bar:
     @property
     def state(self) -> str:
         """`fits`, `tight` or `full`: green, amber or red."""
-        return "fits" if self.share <= FITS else "tight" if self.share <= TIGHT else "full"
+        if self.share <= FITS:
+            return "fits"
+        return "tight" if self.share <= TIGHT or self.planned else "full"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +136,8 @@ def of_plan(plan: Plan, config: RunConfig, facts: Facts) -> Planned:
     steps = config.train.max_train_steps
     seconds = plan.step_milliseconds * plan.accumulation_steps / plan.ranks / 1e3
     bars = [
-        bar("training", plan.train_memory, plan.budget_bytes),
-        bar("encoding captions and images", plan.cache_memory, plan.budget_bytes),
+        bar("training", plan.train_memory, plan.budget_bytes, planned=True),
+        bar("encoding captions and images", plan.cache_memory, plan.budget_bytes, planned=True),
     ]
     if plan.host_memory:
         bars.append(bar("host memory", plan.host_memory, facts.memory.available_bytes))
@@ -170,8 +174,8 @@ def of_error(error: TrainerError, model: str = "") -> Planned:
     )
 
 
-def bar(title: str, rows: Sequence[MemoryRow], limit_bytes: int) -> Bar:
-    """Rows side by side, on a length that shows the sum and its limit whole."""
+def bar(title: str, rows: Sequence[MemoryRow], limit_bytes: int, *, planned: bool = False) -> Bar:
+    """Rows side by side, on a length that shows the sum and its limit whole; see `Bar.planned`."""
     total = sum(row.bytes for row in rows)
     length, start, segments = max(total, limit_bytes, 1), 0.0, list[Segment]()
     for row in rows:
@@ -184,4 +188,5 @@ def bar(title: str, rows: Sequence[MemoryRow], limit_bytes: int) -> Bar:
         bytes=total,
         limit_bytes=limit_bytes,
         limit=100 * limit_bytes / length,
+        planned=planned,
     )
