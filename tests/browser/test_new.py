@@ -59,24 +59,25 @@ def test_a_wrong_value_marks_its_field_and_is_announced(studio: Running, new_con
 
 
 DELAYED = """
-const delays = [600, 20, 450, 10, 300, 5], real = window.fetch;
+const real = window.fetch;
 let begun = 0, ended = 0;
 const tell = () => Object.assign(document.documentElement.dataset, {begun, ended});
 window.fetch = async (...given) => {
-  const signal = (given[1] || {}).signal, wait = delays[begun];
+  const signal = (given[1] || {}).signal;
   begun += 1;
+  const is_last = begun === 6;
   tell();
   try {
     const answer = await real(...given);
     await new Promise((done, fail) => {
-      setTimeout(done, wait);
+      if (is_last) done();
       signal?.addEventListener("abort", () => fail(signal.reason));
     });
     return answer;
   } finally { ended += 1; tell(); }
 };
 """
-"""Answers that take longer than those to later questions."""
+"""Answers that never come unless they are to the sixth question; giving up on them is counted as an end."""
 
 
 def test_the_last_answer_wins_whatever_each_takes(studio: Running, new_context: NewContext) -> None:
