@@ -39,10 +39,9 @@ def plan(layers: Layers, facts_file: Path | None, form: str | None) -> None:
     """
     from trainer.config.secrets import redacted
     from trainer.files import codec
-    from trainer.planning.data_rows import require_dataset
+    from trainer.planning.data_rows import require_dataset, whole_plan
     from trainer.planning.planning import machine_facts, requested_profile
     from trainer.planning.render import environment_exports, plan_text
-    from trainer.planning.whole import whole_plan
 
     require_dataset(layers.dataset)
     _, decided = whole_plan(layers.load(), machine_facts(facts_file), requested_profile())

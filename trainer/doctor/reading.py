@@ -14,7 +14,7 @@ from trainer.doctor.json_text import JsonError
 from trainer.doctor.surroundings import machine_document, plain_name
 from trainer.errors import ConfigError, Problem
 from trainer.machine.facts import Facts
-from trainer.machine.reading import read_recorded
+from trainer.machine.reading import recorded
 
 MOST_FILES = 500
 """Most files of a folder."""
@@ -142,7 +142,7 @@ def _json(path: PurePath, text: str) -> Read:
         return Read(problems=(problem,))
     if recognise.is_facts(found):
         try:
-            facts = read_recorded(path)
+            facts = recorded(text, place)
         except ConfigError as error:
             return Read(problems=error.problems)
         return Read(documents=(machine_document(facts, place),), facts=facts)

@@ -21,6 +21,8 @@ from trainer.ui.views.new import warm
 LOCK_FILE = "lock"
 _MOST_REQUESTS = 256
 _LAST_SECONDS = 2
+_WARM_AFTER_SECONDS = 2
+"""Wait before the first plans of families, so that the first page is not waited for."""
 
 
 def serve(
@@ -54,7 +56,9 @@ def serve(
                 limit_concurrency=_MOST_REQUESTS,
                 timeout_graceful_shutdown=_LAST_SECONDS,
             )
-            threading.Thread(target=warm, args=(studio,), daemon=True).start()
+            plans = threading.Timer(_WARM_AFTER_SECONDS, warm, (studio,))
+            plans.daemon = True
+            plans.start()
             uvicorn.Server(config).run(sockets=[listening])
 
 

@@ -16,8 +16,9 @@ from trainer.planning.plan import MemoryRow
 from trainer.queue.local import Local
 from trainer.ui.studio import Studio
 from trainer.ui.views import new, planned
+from trainer.ui.views.asked import OWN, Asked
 from trainer.ui.views.foreign import brought
-from trainer.ui.views.new import Asked, NewRun, new_run
+from trainer.ui.views.new import NewRun, new_run
 
 ROOT = Path(__file__).resolve().parents[3]
 MACHINES = ROOT / "tests/golden/machines"
@@ -30,7 +31,7 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("TRAINER_QUEUE_DIR", str(tmp_path / "queue"))
     monkeypatch.setenv("TRAINER_FACTS", str(MACHINES / "cpu.json"))
-    new._this_machine.cache_clear()
+    planned._machine_at.cache_clear()
 
 
 def asked(start: str = "flux1_dev_lora", facts: str = RTX_4090, **typed: str) -> Asked:
@@ -164,7 +165,7 @@ def test_a_link_out_of_a_root_is_outside(studio: Studio, tmp_path: Path) -> None
 
 def test_a_file_of_the_user_may_not_leave_the_roots_either(studio: Studio) -> None:
     text = f"family: flux1_dev\noutput_dir: {studio.runs}/a\ndata:\n  sets: [{{img_dir: /etc}}]\n"
-    assert new_run(studio, Asked(start=new.OWN, own=text, facts=RTX_4090)).yaml == ""
+    assert new_run(studio, Asked(start=OWN, own=text, facts=RTX_4090)).yaml == ""
 
 
 def test_a_run_has_a_folder_that_is_not_there(studio: Studio) -> None:
@@ -198,14 +199,14 @@ def test_no_budget_is_red() -> None:
 def test_an_equal_form_is_planned_once_until_something_changes(
     studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, real = list[int](), new.whole_plan
+    calls, real = list[int](), planned.whole_plan
 
     def counted(*arguments: Any) -> Any:
         calls.append(1)
         return real(*arguments)
 
-    monkeypatch.setattr(new, "whole_plan", counted)
-    monkeypatch.setattr(new, "_PLANS", new._Plans())
+    monkeypatch.setattr(planned, "whole_plan", counted)
+    monkeypatch.setattr(planned, "_PLANS", {})
     (studio.data / "cats").mkdir()
     one = asked(data__sets__0__img_dir="cats", lora__rank="4")
     first = new_run(studio, one)
@@ -311,4 +312,4 @@ def test_toml_command_lines_and_json_are_read_too(studio: Studio, text: str, typ
 def test_a_file_of_this_trainer_is_the_start(studio: Studio) -> None:
     text = (ROOT / "train_configs/flux1_dev_lora.yaml").read_text()
     form, rows = brought(studio, Asked(typed={"lora.rank": "3"}), text)
-    assert (form.start, form.own, rows, form.typed) == (new.OWN, text, (), {})
+    assert (form.start, form.own, rows, form.typed) == (OWN, text, (), {})

@@ -15,7 +15,7 @@ from trainer.config import environment
 from trainer.config.reading.load import load
 from trainer.queue.local import Local
 from trainer.ui.studio import Studio
-from trainer.ui.views import new
+from trainer.ui.views import planned
 
 ROOT = Path(__file__).resolve().parents[3]
 RTX_4090 = (ROOT / "tests/golden/machines/rtx-4090.json").read_text()
@@ -28,7 +28,7 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("TRAINER_QUEUE_DIR", str(tmp_path / "queue"))
     monkeypatch.setenv("TRAINER_FACTS", str(ROOT / "tests/golden/machines/cpu.json"))
-    new._this_machine.cache_clear()
+    planned._machine_at.cache_clear()
 
 
 class Elements(HTMLParser):

@@ -19,8 +19,9 @@ from trainer.queue.local import Local
 from trainer.queue.scheduler import is_scheduled
 from trainer.ui.page import render
 from trainer.ui.studio import Studio, UnknownIdError
+from trainer.ui.views.asked import OWN, Asked, is_key, starts
 from trainer.ui.views.foreign import Translated, brought
-from trainer.ui.views.new import OWN, Asked, NewRun, add_to_queue, is_key, new_run, starts
+from trainer.ui.views.new import NewRun, add_to_queue, new_run
 
 DEPTHS = ("needed", "usual", "all")
 _MOST_CHARACTERS = 1 << 19

@@ -15,7 +15,7 @@ from trainer.doctor.reading import of_text
 from trainer.errors import ConfigError, Problem
 from trainer.ui.forms import SOURCE
 from trainer.ui.studio import Studio
-from trainer.ui.views.new import OWN, Asked, form_of, problems_of, start_with
+from trainer.ui.views.asked import OWN, Asked, form_of, problems_of, start_with
 from trainer.ui.views.paths import MODEL
 
 _FILE_OF = {"{": "configuration.json", "#!": "run.sh", "accelerate ": "run.sh", "python ": "run.sh"}

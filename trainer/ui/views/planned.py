@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from trainer.config.reading.load import Loaded
 from trainer.config.schema import RunConfig
 from trainer.errors import MEANING, ExitCode, Problem, TrainerError
+from trainer.files.component_shapes import stamp_of
 from trainer.machine.facts import Facts
+from trainer.machine.reading import recorded
+from trainer.modeling.base.base import is_repository, local_folder
 from trainer.planning.choose.fit import DoesNotFitError
 from trainer.planning.choose.suggestions import changes_text
+from trainer.planning.data_rows import whole_plan
 from trainer.planning.plan import Decision, MemoryRow, Plan
+from trainer.planning.planning import machine_facts, requested_profile
+from trainer.planning.shapes.set_look import stamp
 from trainer.ui.forms import SOURCE, value_text
 from trainer.words.sizes import gib
 
+_FACTS_SECONDS = 10
+"""Age at which this machine is looked at again: free memory changes."""
+_KEPT_PLANS = 256
 FITS, TIGHT = 0.85, 0.97
 """Shares of a budget up to which a bar is green, and amber."""
 
@@ -190,3 +202,60 @@ def bar(title: str, rows: Sequence[MemoryRow], limit_bytes: int, *, planned: boo
         limit=100 * limit_bytes / length,
         planned=planned,
     )
+
+
+_PLANS = dict[object, tuple[Loaded, "Planned"]]()
+"""The latest plans: a value that is taken back is not planned again."""
+
+
+def plan_on(loaded: Loaded, machine: str) -> tuple[Loaded, Planned]:
+    """The configuration as it is planned, and its plan on this machine, or on one that was recorded as the
+    JSON `machine`.
+    """
+    try:
+        tick, profile = _tick(), requested_profile()
+        facts = _recorded(machine) if machine.strip() else _machine_at(tick)
+        written = loaded.config.model_dump_json(), tuple(sorted(loaded.sources.items()))
+        key = (*written, machine.strip() or tick, profile, _stamps(loaded.config))
+        found = _PLANS.get(key)
+        if found is None:
+            final, plan = whole_plan(loaded, facts, profile)
+            if len(_PLANS) >= _KEPT_PLANS:
+                _PLANS.clear()
+            found = _PLANS[key] = final, of_plan(plan, final.config, facts)
+        return found
+    except TrainerError as error:
+        return loaded, of_error(error, model=_model_page(loaded.config))
+
+
+def _stamps(config: RunConfig) -> tuple[object, ...]:
+    """Everything on the disk that a plan is made from, as it is now."""
+    folder, checkpoints = local_folder(config), config.output_dir / "checkpoints"
+    here = [path for path in (folder, checkpoints) if path is not None and path.exists()]
+    return stamp_of(here), stamp(config.data.sets)
+
+
+def this_machine() -> Facts:
+    """Facts of this machine, at most _FACTS_SECONDS old."""
+    return _machine_at(_tick())
+
+
+def _tick() -> int:
+    return int(time.monotonic() / _FACTS_SECONDS)
+
+
+@lru_cache(maxsize=1)
+def _machine_at(tick: int) -> Facts:
+    return machine_facts()
+
+
+@lru_cache(maxsize=8)
+def _recorded(text: str) -> Facts:
+    remedy = "paste what `trainer probe --json` wrote there, or nothing for this machine"
+    return recorded(text, "another machine", remedy)
+
+
+def _model_page(config: RunConfig) -> str:
+    """Address of the base model's page on the hub; empty for a folder."""
+    name = config.model.pretrained_model_name_or_path
+    return f"https://huggingface.co/{name}" if is_repository(config) else ""
