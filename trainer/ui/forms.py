@@ -101,7 +101,7 @@ def sections(schema: Mapping[str, Any], sets: int) -> tuple[Section, ...]:
     """The form of a JSON schema, with so many data sets; every key of it has one field."""
     found, loose = list[Section](), list[Field]()
     for name, node in schema["properties"].items():
-        inner = _definition(schema, node)
+        inner = definition_of(schema, node)
         if inner is None:
             loose += _fields(schema, name, node, sets)
             continue
@@ -111,42 +111,14 @@ def sections(schema: Mapping[str, Any], sets: int) -> tuple[Section, ...]:
     return (Section(name="", help="", fields=tuple(loose)), *found)
 
 
-def unknown_constructs(schema: Mapping[str, Any]) -> list[str]:
-    """Keys of which the schema says something that no input is made for; they are shown as a line of text."""
-    found = list[str]()
-    for section in (schema, *schema["definitions"].values()):
-        for name, node in section["properties"].items():
-            for option in _options(node):
-                if (
-                    not any(option.keys() <= known for known in _KNOWN)
-                    and _definition(schema, option) is None
-                ):
-                    found.append(f"{name}: {option}")
-    return found
-
-
-_TEXTS = frozenset(("type", "description", "default"))
-_KNOWN = tuple(
-    _TEXTS | frozenset(names)
-    for names in (
-        ("enum", "const", "pattern"),
-        ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
-        ("format",),
-        ("items", "minItems"),
-        ("patternProperties",),
-    )
-)
-"""Keywords that may come together in one option of a key."""
-
-
-def _options(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def options_of(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The alternatives of a schema's node, without null."""
     return [one for one in node.get("anyOf", (node,)) if one.get("type") != "null"]
 
 
-def _definition(schema: Mapping[str, Any], node: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def definition_of(schema: Mapping[str, Any], node: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The section that a node, or its one alternative, refers to; None where it is a value."""
-    for option in _options(node):
+    for option in options_of(node):
         if "$ref" in option:
             one: Mapping[str, Any] = schema["definitions"][option["$ref"].rpartition("/")[2]]
             return one
@@ -155,8 +127,8 @@ def _definition(schema: Mapping[str, Any], node: Mapping[str, Any]) -> Mapping[s
 
 def _fields(schema: Mapping[str, Any], key: str, node: Mapping[str, Any], sets: int) -> Iterator[Field]:
     """The field of a key; those of every key below it for a section, or a list of objects."""
-    options, inner, places = _options(node), _definition(schema, node), [key]
-    if "items" in options[0] and (items := _definition(schema, options[0]["items"])) is not None:
+    options, inner, places = options_of(node), definition_of(schema, node), [key]
+    if "items" in options[0] and (items := definition_of(schema, options[0]["items"])) is not None:
         inner, places = items, [f"{key}.{number}" for number in range(sets)]
     if inner is None:
         yield _field(key, node["description"], options)

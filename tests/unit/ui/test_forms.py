@@ -32,6 +32,34 @@ REQUIRED = {
 }
 
 
+TEXTS = frozenset(("type", "description", "default"))
+KNOWN = tuple(
+    TEXTS | frozenset(names)
+    for names in (
+        ("enum", "const", "pattern"),
+        ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+        ("format",),
+        ("items", "minItems"),
+        ("patternProperties",),
+    )
+)
+"""Keywords that may come together in one option of a key."""
+
+
+def unknown_constructs(schema: dict[str, Any]) -> list[str]:
+    """Keys of which the schema says something that no input is made for; they are shown as a line of text."""
+    found = list[str]()
+    for section in (schema, *schema["definitions"].values()):
+        for name, node in section["properties"].items():
+            for option in forms.options_of(node):
+                if (
+                    not any(option.keys() <= known for known in KNOWN)
+                    and forms.definition_of(schema, option) is None
+                ):
+                    found.append(f"{name}: {option}")
+    return found
+
+
 def keys_of(section: type[BaseModel], before: str) -> Iterator[str]:
     """Every key below a section of the schema's classes; of lists of sections those of each of two items."""
     for name, field in section.model_fields.items():
@@ -70,7 +98,7 @@ def test_depths_name_keys_that_there_are(names: frozenset[str]) -> None:
 
 
 def test_every_construct_of_the_schema_has_an_input() -> None:
-    assert forms.unknown_constructs(SCHEMA) == []
+    assert unknown_constructs(SCHEMA) == []
 
 
 @pytest.mark.parametrize(
@@ -85,7 +113,7 @@ def test_every_construct_of_the_schema_has_an_input() -> None:
 def test_a_construct_without_an_input_is_found(node: dict[str, Any]) -> None:
     schema = copy.deepcopy(SCHEMA)
     schema["definitions"]["TrainSection"]["properties"]["novel"] = {**node, "description": "New."}
-    (found,) = forms.unknown_constructs(schema)
+    (found,) = unknown_constructs(schema)
     assert found.startswith("novel: ")
 
 

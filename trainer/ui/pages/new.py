@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData
@@ -39,24 +39,19 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
         form = await request.form(max_fields=4000)
         return await run_in_threadpool(_changed, studio, request, form)
 
-    async def plan(request: Request) -> Response:
-        asked = asked_by(await request.form(max_fields=4000))
-        return await run_in_threadpool(lambda: _plan(request, new_run(studio, asked)))
+    def posted(answer: Callable[[Request, NewRun], Response]) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
+            asked = asked_by(await request.form(max_fields=4000))
+            return await run_in_threadpool(lambda: answer(request, new_run(studio, asked)))
 
-    async def file(request: Request) -> Response:
-        asked = asked_by(await request.form(max_fields=4000))
-        return await run_in_threadpool(lambda: _file(request, new_run(studio, asked)))
-
-    async def start(request: Request) -> Response:
-        asked = asked_by(await request.form(max_fields=4000))
-        return await run_in_threadpool(lambda: _started(request, new_run(studio, asked)))
+        return handle
 
     return [
         Route("/new", show, methods=["GET"]),
         Route("/new", change, methods=["POST"]),
-        Route("/new/plan", plan, methods=["POST"]),
-        Route("/new/file", file, methods=["POST"]),
-        Route("/new/start", start, methods=["POST"]),
+        Route("/new/plan", posted(_plan), methods=["POST"]),
+        Route("/new/file", posted(_file), methods=["POST"]),
+        Route("/new/start", posted(_started), methods=["POST"]),
         Route("/new/added/{job:int}", _added, methods=["GET"]),
     ]
 

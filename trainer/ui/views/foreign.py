@@ -32,7 +32,6 @@ class Translated:
     """Dotted, as it stands there."""
     value: str
     """The value there; where it was taken, as it was typed here."""
-    line: int
     ours: str
     """Our key; empty where there is none."""
     note: str
@@ -80,7 +79,7 @@ def translated(
                 note = f"{answer.what}; {note}" if note else answer.what
         taken |= {ours} if takes else set()
         name = ".".join(entry.path)
-        found.append(Translated(name=name, value=value, line=entry.line, ours=ours, note=note, taken=takes))
+        found.append(Translated(name=name, value=value, ours=ours, note=note, taken=takes))
     return tuple(found)
 
 
@@ -107,7 +106,7 @@ def _entries(documents: Iterable[Document]) -> Iterator[Entry]:
                 path = path[:-1]
             if not entry.section and path and path not in seen:
                 seen.add(path)
-                yield Entry(path=path, value=entry.value, line=entry.line)
+                yield Entry(path=path, value=entry.value)
 
 
 def _ours(entry: Entry) -> tuple[str, str]:
@@ -143,16 +142,12 @@ def _toml(text: str) -> Iterator[Entry]:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         return
-    yield from _below(content, (), text.splitlines())
+    yield from _below(content, ())
 
 
-def _below(value: Any, path: tuple[str, ...], lines: list[str]) -> Iterator[Entry]:
-    items = (
-        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    )
-    for key, one in items:
-        yield from _below(one, (*path, str(key)), lines)
-    if not isinstance(value, Mapping | list) and path:
-        key = re.compile(rf"\s*[\"']?{re.escape(path[-1])}[\"']?\s*=")
-        line = next((number for number, text in enumerate(lines, 1) if key.match(text)), 0)
-        yield Entry(path=path, value=str(value).lower() if isinstance(value, bool) else str(value), line=line)
+def _below(value: Any, path: tuple[str, ...]) -> Iterator[Entry]:
+    if isinstance(value, Mapping | list):
+        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _below(one, (*path, str(key)))
+    else:
+        yield Entry(path=path, value=str(value).lower() if isinstance(value, bool) else str(value))

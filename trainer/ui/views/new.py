@@ -180,7 +180,7 @@ def _shown(
 
 
 def _difference(old: str, new: str) -> tuple[str, ...]:
-    lines = (text.splitlines() for text in (old, new))
-    return (
-        tuple(difflib.unified_diff(*lines, "the start", "this run", lineterm="", n=2)) if old and new else ()
-    )
+    """Lines of a unified diff; none where one of the files is wrong."""
+    before, after = old.splitlines(), new.splitlines()
+    found = difflib.unified_diff(before, after, "the start", "this run", lineterm="", n=2)
+    return tuple(found) if old and new else ()
