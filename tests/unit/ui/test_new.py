@@ -168,6 +168,18 @@ def test_a_file_of_the_user_may_not_leave_the_roots_either(studio: Studio) -> No
     assert new_run(studio, Asked(start=OWN, own=text, facts=RTX_4090)).yaml == ""
 
 
+@pytest.mark.parametrize(
+    "own", ["", "- a\n", "just words", "a: &b c", "{", "family: [x]\nmodel: 3\n", "data:\n"]
+)
+def test_a_file_that_is_no_configuration_is_told(studio: Studio, own: str) -> None:
+    view = new_run(studio, Asked(start=OWN, own=own))
+    assert view.planned.code is ExitCode.BAD_CONFIG and view.planned.problems
+
+
+def test_a_file_named_as_a_shipped_one_is_not_trusted(studio: Studio) -> None:
+    assert new_run(studio, Asked(start="flux1_dev_lora.yaml")).planned.code is ExitCode.BAD_CONFIG
+
+
 def test_a_run_has_a_folder_that_is_not_there(studio: Studio) -> None:
     assert new_run(studio, asked()).name == "flux1-dev-lora"
     (studio.runs / "flux1-dev-lora").mkdir()

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer import families
 from trainer.config import environment
-from trainer.config.reading import layers, presets, strict_yaml
+from trainer.config.reading import layers, presets
 from trainer.config.reading.layers import Layer
 from trainer.config.reading.load import Loaded, from_layers
 from trainer.config.tree import Node, at, from_plain, without
@@ -23,6 +23,8 @@ from trainer.ui.views.paths import MODEL, outside, placed
 
 OWN = "own"
 """Name of the configuration to start from that the user brought."""
+OWN_FILE = "your file"
+"""Name of that one in sources and messages."""
 STUDIO = "the studio"
 """Source of the run's folder where nobody wrote one."""
 
@@ -49,9 +51,8 @@ def starts() -> Mapping[str, str]:
     """Shipped configurations to start from: the stem of the file, and its family in words."""
     found = {}
     for path in sorted(presets.shipped_folder().glob("*.yaml"), key=lambda one: one.stem != "quickstart"):
-        tree, _ = layers.from_file(path)
-        assert tree is not None, path
-        family = tree.get(("family",))
+        tree, _ = _shipped(path.stem)
+        family = None if tree is None else tree.get(("family",))
         assert family is not None, path
         found[path.stem] = families.get(str(family.value)).title
     return found
@@ -60,7 +61,7 @@ def starts() -> Mapping[str, str]:
 def start_with(model: str) -> str:
     """The first shipped configuration for a base model, by its name; empty where there is none."""
     for stem in sorted(starts(), key=lambda one: not one.endswith("_lora")):
-        tree, _ = layers.from_file(presets.shipped_folder() / f"{stem}.yaml")
+        tree, _ = _shipped(stem)
         node = None if tree is None else tree.get(tuple(MODEL.split(".")))
         if node is not None and node.value == model:
             return stem
@@ -140,13 +141,18 @@ def _known() -> tuple[Mapping[str, Mapping[str, Any]], Mapping[str, tuple[str, .
 def _start(name: str, own: str) -> tuple[str, Layer]:
     """The configuration to start from, and its name for messages."""
     if name == OWN:
-        tree, problems = strict_yaml.parse(own, lambda line: f"your file:{line}")
-        return "your file", (None if tree is None else layers.emptied(tree), problems)
+        return OWN_FILE, layers.from_text(own, OWN_FILE)
     if name not in starts():
         remedy = f"known: {', '.join(starts())}"
         problem = Problem(what=f'no configuration "{name}"', where="start", remedy=remedy)
         return name, (None, [problem])
-    return name, layers.from_file(presets.shipped_folder() / f"{name}.yaml")
+    return f"{name}.yaml", _shipped(name)
+
+
+@cache
+def _shipped(stem: str) -> Layer:
+    path = presets.shipped_folder() / f"{stem}.yaml"
+    return layers.from_text(path.read_text(encoding="utf-8"), path.name)
 
 
 @lru_cache(maxsize=64)
@@ -159,7 +165,7 @@ def loaded_of(studio: Studio, asked: Asked) -> tuple[Loaded | None, tuple[Proble
     name, start = _start(asked.start, asked.own)
     if asked.typed.get("method") == "full" and start[0] is not None:
         start = (without(start[0], ("lora",)), start[1])  # a start's LoRA is none that somebody typed
-    files, chosen = [start, *_run_folder(studio, asked, name)], _presets(asked.presets)
+    files, chosen = [start, *_run_folder(studio, asked)], _presets(asked.presets)
     trees = [tree for tree, _ in (*files, *chosen) if tree is not None]
     low = reduce(layers.merged, trees, Node(value={}, source=name)).get(("data", "sets"))
     form = form_of(count_of(None, asked))
@@ -178,15 +184,16 @@ def loaded_of(studio: Studio, asked: Asked) -> tuple[Loaded | None, tuple[Proble
         )
     except ConfigError as error:
         return None, error.problems
-    wrong = tuple(outside(studio, form, loaded))
+    trusted = f"{asked.start}.yaml:"  # of OWN no source begins so
+    wrong = tuple(outside(studio, form, loaded, trusted))
     return (None, wrong) if wrong else (loaded, ())
 
 
-def _run_folder(studio: Studio, asked: Asked, name: str) -> list[Layer]:
+def _run_folder(studio: Studio, asked: Asked) -> list[Layer]:
     """The layer of a new folder below the runs, in place of the one that a shipped file names."""
     if asked.start == OWN:
         return []
-    return [(at(("output_dir",), from_plain(str(free_folder(studio, name)), STUDIO)), [])]
+    return [(at(("output_dir",), from_plain(str(free_folder(studio, asked.start)), STUDIO)), [])]
 
 
 def free_folder(studio: Studio, name: str) -> Path:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config.reading import presets
 from trainer.config.reading.load import Loaded
 from trainer.errors import Problem
 from trainer.ui import forms
@@ -61,16 +60,15 @@ def placed(studio: Studio, form: Sequence[forms.Section], typed: Mapping[str, st
     return found
 
 
-def outside(studio: Studio, form: Sequence[forms.Section], loaded: Loaded) -> Iterator[Problem]:
-    """A problem for each path that leaves the studio's roots; those of shipped files may.
+def outside(studio: Studio, form: Sequence[forms.Section], loaded: Loaded, trusted: str) -> Iterator[Problem]:
+    """A problem for each path that leaves the studio's roots; those whose source begins with `trusted` may.
 
     A run's folder lies below the root of runs, all others below any of them.
     """
-    shipped = str(presets.shipped_folder())
     roots = [root.resolve() for root in (studio.runs, studio.data, studio.models)]
     for key in (one.key for section in form for one in section.fields):
         source = loaded.sources.get(key, "default")
-        if source == "default" or source.startswith((shipped, "family ", "preset ")):
+        if source == "default" or source.startswith((trusted, "family ", "preset ")):
             continue
         for path in _paths(forms.value_at(loaded.config, key), key):
             resolved = path.expanduser().resolve()
