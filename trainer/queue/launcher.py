@@ -99,7 +99,7 @@ def judged(*, alive: bool, began: bool, exit_code: int | None, held: bool, asked
         return Seen(state=State.FINISHED, exit_code=exit_code)
     if exit_code == ExitCode.STOPPED:
         if held:
-            words = "stopped on request; `trainer queue hold --release` goes on with it"
+            words = "stopped, resumable: `trainer queue hold --release` goes on with it"
             return Seen(state=State.HELD, words=words, exit_code=exit_code)
         return Seen(state=State.WAITING, words="stopped from outside, goes on by itself", exit_code=exit_code)
     if exit_code is not None:

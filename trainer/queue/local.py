@@ -56,7 +56,8 @@ class Local:
     machine: Callable[[], Machine] = Machine.here
     command: Sequence[str] = field(default_factory=lambda: python(*TRAIN))
     """Command line to which the path of a job's configuration is added."""
-    _children: list[subprocess.Popen[bytes]] = field(default_factory=list, init=False)
+    children: list[subprocess.Popen[bytes]] = field(default_factory=list, init=False)
+    """Watchers that this process started, to be waited for."""
 
     def submit(self, requests: Sequence[Request]) -> list[str]:
         """Take in all of these jobs or none, behind all others; their numbers.
@@ -201,8 +202,9 @@ class Local:
         """
         with self._changing() as connection:
             one = _named(database.jobs(connection), job)
-            if one.leases or self._seen(one).state in ALIVE:
+            if self._seen(one).state in ALIVE:
                 raise ConfigError(f"{label(one)} runs", where="queue", remedy="stop it first")
+            connection.execute("DELETE FROM leases WHERE job = ?", (one.id,))
             connection.execute("DELETE FROM jobs WHERE id = ?", (one.id,))
         shutil.rmtree(jobfiles.job_folder(self.folder, one.id), ignore_errors=True)
 
@@ -211,7 +213,7 @@ class Local:
 
         Raises StorageError or ConfigError as the database does, OSError where no process can be started.
         """
-        self._children[:] = [child for child in self._children if child.poll() is None]  # no zombies
+        self.children[:] = [child for child in self.children if child.poll() is None]  # no zombies
         with contextlib.ExitStack() as held:
             # a watcher has its own descriptor of the lock; where none was started, the job waits again
             due = self._taken(held)
@@ -264,13 +266,13 @@ class Local:
                 stdout=output,
                 stderr=output,
                 cwd="/",
-                env=self._environment(start),
+                env=self.environment_of(start),
                 start_new_session=True,
                 pass_fds=(start.lock,),
             )
-        self._children.append(child)
+        self.children.append(child)
 
-    def _environment(self, start: Start) -> dict[str, str]:
+    def environment_of(self, start: Start) -> dict[str, str]:
         """The environment of a run: this process's, without what would change its configuration."""
         kept = {
             name: value

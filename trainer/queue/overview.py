@@ -36,7 +36,8 @@ class Entry:
     def note(self) -> str:
         """The rest of the state in words."""
         if self.seen.state is State.WAITING:
-            when = "" if self.seconds_to_start is None or not self.why else about(self.seconds_to_start)
+            known = self.why and self.seconds_to_start is not None
+            when = f"starts in {about(self.seconds_to_start or 0.0)}" if known else ""
             return ", ".join(filter(None, (self.why, when, self.seen.words)))
         left = "" if self.seconds_left is None else f"{about(self.seconds_left)} left"
         return ", ".join(filter(None, (self.seen.words, left)))

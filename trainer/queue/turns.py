@@ -42,7 +42,7 @@ def turns(
             found[job.id] = Turn(gpus=chosen)
             reserved = told = chosen
         else:
-            told = job.gpus or gpus
+            told = job.gpus or tuple(gpus)
             reasons = _reasons(told, [*gpus, CPU], {**wanted, **taken}, names)
             short = "" if job.gpus else _short(job.count, len(gpus))
             found[job.id] = Turn(why=short or f"waits for {reasons}")

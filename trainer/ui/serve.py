@@ -17,6 +17,7 @@ from trainer.ui.access import TOKEN_FILE, Access
 from trainer.ui.app import LOOPBACK_HOSTS, create_app
 from trainer.ui.studio import Studio
 from trainer.ui.views.new import warm
+from trainer.ui.views.runs import runs_view
 
 LOCK_FILE = "lock"
 _MOST_REQUESTS = 256
@@ -59,6 +60,8 @@ def serve(
             plans = threading.Timer(_WARM_AFTER_SECONDS, warm, (studio,))
             plans.daemon = True
             plans.start()
+            # rows of runs are kept once they were read: the first page need not wait for all of them
+            threading.Thread(target=runs_view, args=(studio,), daemon=True).start()
             uvicorn.Server(config).run(sockets=[listening])
 
 

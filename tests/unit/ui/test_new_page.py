@@ -14,7 +14,7 @@ from trainer import families
 from trainer.config import environment
 from trainer.config.reading.load import load
 from trainer.queue.local import Local
-from trainer.ui.studio import Studio
+from trainer.ui.studio import Studio, identifier
 from trainer.ui.views import planned
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -147,6 +147,21 @@ def test_a_start_is_a_job_of_the_queue_and_a_wrong_one_is_none(client: TestClien
     again = client.post("/new/start", data={"start": "quickstart", "output_dir": "mine"})
     assert again.status_code == 422
     assert Elements(again.text).having(name="output_dir")[0]["value"] == "mine"
+
+
+def test_a_run_like_another_has_its_configuration_and_a_new_folder(
+    client: TestClient, studio: Studio
+) -> None:
+    text = client.post("/new/file", data={**FORM, "lora.rank": "24", "output_dir": "first"}).text
+    run = studio.runs / "first"
+    run.mkdir()
+    (run / "config.resolved.yaml").write_text(text)
+    (run / "run.lock").touch()
+    (run / "metrics.jsonl").touch()
+    page = Elements(client.get(f"/new?run={identifier(studio.runs, run)}").text)
+    assert page.having(name="output_dir")[0]["value"] == "first-2"
+    assert "rank: 24" in page.texts["plan"]
+    assert client.get("/new?run=first-00000000").status_code == 404
 
 
 PAYLOADS = (

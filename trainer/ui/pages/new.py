@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from trainer.config import environment
@@ -17,11 +17,11 @@ from trainer.config.reading import presets
 from trainer.errors import Problem, TrainerError
 from trainer.queue.local import Local
 from trainer.queue.scheduler import is_scheduled
-from trainer.ui.page import render
+from trainer.ui.page import part, render
 from trainer.ui.studio import Studio, UnknownIdError
 from trainer.ui.views.asked import OWN, Asked, is_key, starts
 from trainer.ui.views.foreign import Translated, brought
-from trainer.ui.views.new import NewRun, add_to_queue, new_run
+from trainer.ui.views.new import NewRun, add_to_queue, like_run, new_run
 
 DEPTHS = ("needed", "usual", "all")
 _MOST_CHARACTERS = 1 << 19
@@ -32,8 +32,9 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
     """Routes of the page, of its plan, of the configuration as a file, and of the start."""
 
     def show(request: Request) -> Response:
-        start = request.query_params.get("start", Asked().start)
-        return _page(request, new_run(studio, Asked(start=start if start in starts() else Asked().start)))
+        start, run = (request.query_params.get(name, "") for name in ("start", "run"))
+        asked = Asked(start=start) if start in starts() else Asked()
+        return _page(request, new_run(studio, like_run(studio, run) if run else asked))
 
     async def change(request: Request) -> Response:
         form = await request.form(max_fields=4000)
@@ -111,7 +112,7 @@ def _page(request: Request, view: NewRun, status_code: int = 200, **more: object
 
 
 def _plan(request: Request, view: NewRun) -> Response:
-    return render(request, "_plan.html", view=view, notes=_notes(view))
+    return HTMLResponse(part(request, "_plan.html", view=view, notes=_notes(view)))
 
 
 def _notes(view: NewRun) -> str:

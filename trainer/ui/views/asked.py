@@ -137,7 +137,7 @@ def _known() -> tuple[Mapping[str, Mapping[str, Any]], Mapping[str, tuple[str, .
     )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _start(name: str, own: str) -> tuple[str, Layer]:
     """The configuration to start from, and its name for messages."""
     if name == OWN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,6 +22,8 @@ from trainer.ui.views.paths import MODEL
 _FILE_OF = {"{": "configuration.json", "#!": "run.sh", "accelerate ": "run.sh", "python ": "run.sh"}
 """Names that tell the kind of a text by its beginning."""
 _OF_A_SET = re.compile(r"`(\w+)` of a set|\{(\w+): ")
+_MOST_KEYS = 500
+"""Keys that are looked at: each value is tried in our field."""
 _OF_TREES = (*TRAINING, "unknown")
 
 
@@ -49,7 +52,7 @@ def brought(studio: Studio, asked: Asked, text: str) -> tuple[Asked, tuple[Trans
     documents = _documents(text)
     if any(document.kind == "ours" for document in documents):
         return replace(asked, start=OWN, own=text, typed={}), ()
-    entries = list(_entries(documents))
+    entries = list(itertools.islice(_entries(documents), _MOST_KEYS))
     models = [entry.value for entry in entries if _ours(entry)[0] == MODEL]
     start = next((found for one in models if (found := start_with(one))), asked.start)
     asked = replace(asked, start="quickstart" if start == OWN else start, own="", typed={})

@@ -15,12 +15,27 @@ from trainer.config.writing.dump import written
 from trainer.errors import ConfigError, Problem, TrainerError
 from trainer.queue.adding import request
 from trainer.queue.local import Local
+from trainer.telemetry.runs import CONFIG_FILE
 from trainer.ui import forms
+from trainer.ui.opened import open_below
 from trainer.ui.studio import Studio
-from trainer.ui.views.asked import STUDIO, Asked, below_of, count_of, form_of, loaded_of, starts
+from trainer.ui.views.asked import (
+    OWN,
+    STUDIO,
+    Asked,
+    below_of,
+    count_of,
+    form_of,
+    free_folder,
+    loaded_of,
+    starts,
+)
 from trainer.ui.views.paths import folders, root_name, takes_folder
 from trainer.ui.views.planned import Planned, of_error, plan_on, this_machine
+from trainer.ui.views.runs import run_folder
 
+_MOST_BYTES = 1 << 19
+"""Of a run's configuration that is read."""
 _BREATH_SECONDS = 0.05
 """Pause between plans that nobody asked for: pages come first."""
 
@@ -125,6 +140,14 @@ def new_run(studio: Studio, asked: Asked) -> NewRun:
         difference=_difference(start_text, yaml),
         name="" if loaded is None else loaded.config.output_dir.name,
     )
+
+
+def like_run(studio: Studio, run: str) -> Asked:
+    """The form for a run like the one of this id, in a folder of its own. Raises UnknownIdError."""
+    folder = run_folder(studio, run)
+    with open_below(studio.runs, folder / CONFIG_FILE) as file:
+        text = file.read(_MOST_BYTES).decode(errors="replace")
+    return Asked(start=OWN, own=text, typed={"output_dir": free_folder(studio, folder.name).name})
 
 
 def add_to_queue(view: NewRun) -> str:
