@@ -159,4 +159,4 @@ def test_without_scripts_the_form_is_planned_and_added_to_the_queue(
     page.get_by_role("button", name="Plan it again").click()
     expect(page.locator("#plan")).to_contain_text("by-hand")
     page.get_by_role("button", name="Add by-hand to the queue").click()
-    expect(page.locator("h1")).to_have_text("by-hand is in the queue")
+    expect(page.get_by_role("status")).to_contain_text("by-hand is in the queue")

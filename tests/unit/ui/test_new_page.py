@@ -142,7 +142,7 @@ def test_a_start_is_a_job_of_the_queue_and_a_wrong_one_is_none(client: TestClien
     assert job.run == studio.runs / "mine"
     page = client.get(answer.headers["location"])
     assert "mine is in the queue" in page.text and "trainer queue run" in page.text
-    assert client.get("/new/added/99").status_code == 404
+    assert "in the queue</b>" not in client.get("/new?added=99").text
     # the same folder again is refused, and the form stays as it was
     again = client.post("/new/start", data={"start": "quickstart", "output_dir": "mine"})
     assert again.status_code == 422
@@ -159,8 +159,9 @@ def test_a_run_like_another_has_its_configuration_and_a_new_folder(
     (run / "run.lock").touch()
     (run / "metrics.jsonl").touch()
     page = Elements(client.get(f"/new?run={identifier(studio.runs, run)}").text)
-    assert page.having(name="output_dir")[0]["value"] == "first-2"
-    assert "rank: 24" in page.texts["plan"]
+    (chosen,) = [one["value"] for tag, one in page.found if tag == "option" and "selected" in one]
+    again = client.post("/new/file", data={"start": chosen, "facts": RTX_4090}).text
+    assert again == text.replace("runs/first", "runs/first-2")
     assert client.get("/new?run=first-00000000").status_code == 404
 
 

@@ -12,16 +12,13 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from trainer.config import environment
 from trainer.config.reading import presets
 from trainer.errors import Problem, TrainerError
-from trainer.queue.local import Local
-from trainer.queue.scheduler import is_scheduled
 from trainer.ui.page import part, render
-from trainer.ui.studio import Studio, UnknownIdError
-from trainer.ui.views.asked import OWN, Asked, is_key, starts
+from trainer.ui.studio import Studio
+from trainer.ui.views.asked import OWN, RUN, Asked, is_key, starts
 from trainer.ui.views.foreign import Translated, brought
-from trainer.ui.views.new import NewRun, add_to_queue, like_run, new_run
+from trainer.ui.views.new import NewRun, add_to_queue, added, new_run
 
 DEPTHS = ("needed", "usual", "all")
 _MOST_CHARACTERS = 1 << 19
@@ -33,8 +30,9 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
 
     def show(request: Request) -> Response:
         start, run = (request.query_params.get(name, "") for name in ("start", "run"))
-        asked = Asked(start=start) if start in starts() else Asked()
-        return _page(request, new_run(studio, like_run(studio, run) if run else asked))
+        start = f"{RUN}{run}" if run else start
+        view = new_run(studio, Asked(start=start) if run or start in starts() else Asked())
+        return _page(request, view, added=added(request.query_params.get("added", "")))
 
     async def change(request: Request) -> Response:
         form = await request.form(max_fields=4000)
@@ -53,7 +51,6 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
         Route("/new/plan", posted(_plan), methods=["POST"]),
         Route("/new/file", posted(_file), methods=["POST"]),
         Route("/new/start", posted(_started), methods=["POST"]),
-        Route("/new/added/{job:int}", _added, methods=["GET"]),
     ]
 
 
@@ -97,7 +94,7 @@ def _changed(studio: Studio, request: Request, form: FormData) -> Response:
 
 
 def _page(request: Request, view: NewRun, status_code: int = 200, **more: object) -> Response:
-    context = {"rows": (), "foreign": "", "foreign_problems": (), "start_problems": (), **more}
+    context = {"rows": (), "foreign": "", "foreign_problems": (), "start_problems": (), "added": None, **more}
     return render(
         request,
         "new.html",
@@ -140,18 +137,9 @@ def _file(request: Request, view: NewRun) -> Response:
 
 
 def _started(request: Request, view: NewRun) -> Response:
-    """The way to the page of the new job; the form with what is wrong where there is none."""
+    """The form for another run, with the job that was added; with what is wrong where none was."""
     try:
         job = add_to_queue(view)
     except TrainerError as error:
         return _page(request, view, status_code=422, start_problems=error.problems)
-    return RedirectResponse(f"/new/added/{job}", status_code=303)
-
-
-def _added(request: Request) -> Response:
-    """The page that tells of a job which was added."""
-    queue, number = Local(folder=environment.queue_dir().absolute()), request.path_params["job"]
-    job = next((job for job, _ in queue.jobs() if job.id == number), None)
-    if job is None:
-        raise UnknownIdError(str(number))
-    return render(request, "new_added.html", job=job, scheduled=is_scheduled(queue.folder))
+    return RedirectResponse(f"/new?added={job}", status_code=303)

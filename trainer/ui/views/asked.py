@@ -17,14 +17,21 @@ from trainer.config.tree import Node, at, from_plain, without
 from trainer.config.writing.dump import written
 from trainer.config.writing.schema_json import json_schema
 from trainer.errors import ConfigError, Problem
+from trainer.telemetry.runs import CONFIG_FILE
 from trainer.ui import forms
+from trainer.ui.opened import open_below
 from trainer.ui.studio import Studio
 from trainer.ui.views.paths import MODEL, outside, placed
+from trainer.ui.views.runs import run_folder
 
 OWN = "own"
 """Name of the configuration to start from that the user brought."""
+RUN = "run:"
+"""Beginning of the name of a configuration to start from that is a run's; the run's id follows."""
 OWN_FILE = "your file"
 """Name of that one in sources and messages."""
+_MOST_BYTES = 1 << 19
+"""Of a run's configuration that is read."""
 STUDIO = "the studio"
 """Source of the run's folder where nobody wrote one."""
 
@@ -34,7 +41,7 @@ class Asked:
     """A form as it was sent."""
 
     start: str = "quickstart"
-    """A shipped configuration by the stem of its file, or OWN."""
+    """A shipped configuration by the stem of its file, OWN, or RUN with the id of a run."""
     own: str = ""
     """YAML of OWN."""
     presets: tuple[str, ...] = ()
@@ -82,7 +89,8 @@ def below_of(studio: Studio, asked: Asked) -> Below:
     typed = tuple((key, asked.typed[key]) for key in ("family", "method") if key in asked.typed)
     environ = environment.snapshot().items()
     variables = tuple(sorted(one for one in environ if one[0].startswith(environment.CONFIG_PREFIX)))
-    folder = free_folder(studio, asked.start)
+    start = _start(studio, asked)
+    folder = free_folder(studio, start.run) if start.run else None
     return _remembered_below(studio, (asked.start, asked.own, asked.presets, typed), (variables, folder))
 
 
@@ -137,16 +145,38 @@ def _known() -> tuple[Mapping[str, Mapping[str, Any]], Mapping[str, tuple[str, .
     )
 
 
-@lru_cache(maxsize=8)
-def _start(name: str, own: str) -> tuple[str, Layer]:
-    """The configuration to start from, and its name for messages."""
-    if name == OWN:
-        return OWN_FILE, layers.from_text(own, OWN_FILE)
-    if name not in starts():
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The configuration that a run begins with."""
+
+    name: str
+    """Name of its file in sources and messages."""
+    layer: Layer
+    run: str = ""
+    """Name for the run's folder; empty where the file's own counts."""
+    trusted: bool = True
+    """Whether its paths may lie outside of the studio's roots."""
+
+
+def _start(studio: Studio, asked: Asked) -> Start:
+    """The configuration to start from. Raises UnknownIdError for a run that is not there."""
+    if asked.start == OWN:
+        return Start(name=OWN_FILE, layer=_of_text(asked.own, OWN_FILE), trusted=False)
+    if asked.start.startswith(RUN):
+        folder = run_folder(studio, asked.start.removeprefix(RUN))
+        with open_below(studio.runs, folder / CONFIG_FILE) as file:
+            text = file.read(_MOST_BYTES).decode(errors="replace")
+        return Start(name=folder.name, layer=_of_text(text, folder.name), run=folder.name)
+    if asked.start not in starts():
         remedy = f"known: {', '.join(starts())}"
-        problem = Problem(what=f'no configuration "{name}"', where="start", remedy=remedy)
-        return name, (None, [problem])
-    return f"{name}.yaml", _shipped(name)
+        problem = Problem(what=f'no configuration "{asked.start}"', where="start", remedy=remedy)
+        return Start(name=asked.start, layer=(None, [problem]))
+    return Start(name=f"{asked.start}.yaml", layer=_shipped(asked.start), run=asked.start.replace("_", "-"))
+
+
+@lru_cache(maxsize=8)
+def _of_text(text: str, name: str) -> Layer:
+    return layers.from_text(text, name)
 
 
 @cache
@@ -162,10 +192,14 @@ def _presets(names: tuple[str, ...]) -> tuple[Layer, ...]:
 
 def loaded_of(studio: Studio, asked: Asked) -> tuple[Loaded | None, tuple[Problem, ...]]:
     """The configuration of a form, or everything that is wrong with it."""
-    name, start = _start(asked.start, asked.own)
-    if asked.typed.get("method") == "full" and start[0] is not None:
-        start = (without(start[0], ("lora",)), start[1])  # a start's LoRA is none that somebody typed
-    files, chosen = [start, *_run_folder(studio, asked)], _presets(asked.presets)
+    start, chosen = _start(studio, asked), _presets(asked.presets)
+    name, (tree, problems) = start.name, start.layer
+    if asked.typed.get("method") == "full" and tree is not None:
+        tree = without(tree, ("lora",))  # a start's LoRA is none that somebody typed
+    files: list[Layer] = [(tree, problems)]
+    if start.run:  # a new folder below the runs, in place of the one that the file names
+        folder = from_plain(str(free_folder(studio, start.run)), STUDIO)
+        files.append((at(("output_dir",), folder), []))
     trees = [tree for tree, _ in (*files, *chosen) if tree is not None]
     low = reduce(layers.merged, trees, Node(value={}, source=name)).get(("data", "sets"))
     form = form_of(count_of(None, asked))
@@ -184,23 +218,15 @@ def loaded_of(studio: Studio, asked: Asked) -> tuple[Loaded | None, tuple[Proble
         )
     except ConfigError as error:
         return None, error.problems
-    trusted = f"{asked.start}.yaml:"  # of OWN no source begins so
-    wrong = tuple(outside(studio, form, loaded, trusted))
+    wrong = tuple(outside(studio, form, loaded, f"{name}:" if start.trusted else ""))
     return (None, wrong) if wrong else (loaded, ())
-
-
-def _run_folder(studio: Studio, asked: Asked) -> list[Layer]:
-    """The layer of a new folder below the runs, in place of the one that a shipped file names."""
-    if asked.start == OWN:
-        return []
-    return [(at(("output_dir",), from_plain(str(free_folder(studio, asked.start)), STUDIO)), [])]
 
 
 def free_folder(studio: Studio, name: str) -> Path:
     """The first of NAME, NAME-2, ... below the runs that is not there; `.yaml` files beside them count."""
-    plain, number = name.replace("_", "-"), 1
+    number = 1
     while True:
-        folder = studio.runs / (plain if number == 1 else f"{plain}-{number}")
+        folder = studio.runs / (name if number == 1 else f"{name}-{number}")
         if not folder.exists() and not folder.with_name(f"{folder.name}.yaml").exists():
             return folder
         number += 1

@@ -16,7 +16,7 @@ from trainer.doctor.reading import of_text
 from trainer.errors import ConfigError, Problem
 from trainer.ui.forms import SOURCE
 from trainer.ui.studio import Studio
-from trainer.ui.views.asked import OWN, Asked, form_of, problems_of, start_with
+from trainer.ui.views.asked import OWN, Asked, form_of, problems_of, start_with, starts
 from trainer.ui.views.paths import MODEL
 
 _FILE_OF = {"{": "configuration.json", "#!": "run.sh", "accelerate ": "run.sh", "python ": "run.sh"}
@@ -55,7 +55,7 @@ def brought(studio: Studio, asked: Asked, text: str) -> tuple[Asked, tuple[Trans
     entries = list(itertools.islice(_entries(documents), _MOST_KEYS))
     models = [entry.value for entry in entries if _ours(entry)[0] == MODEL]
     start = next((found for one in models if (found := start_with(one))), asked.start)
-    asked = replace(asked, start="quickstart" if start == OWN else start, own="", typed={})
+    asked = replace(asked, start=start if start in starts() else Asked().start, own="", typed={})
     rows = translated(entries, lambda key, value: accepted(studio, asked, key, value))
     return replace(asked, typed={row.ours: row.value for row in rows if row.taken}), rows
 

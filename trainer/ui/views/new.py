@@ -14,28 +14,15 @@ from trainer.config.reading.load import Loaded
 from trainer.config.writing.dump import written
 from trainer.errors import ConfigError, Problem, TrainerError
 from trainer.queue.adding import request
+from trainer.queue.database import Job
 from trainer.queue.local import Local
-from trainer.telemetry.runs import CONFIG_FILE
+from trainer.queue.scheduler import is_scheduled
 from trainer.ui import forms
-from trainer.ui.opened import open_below
 from trainer.ui.studio import Studio
-from trainer.ui.views.asked import (
-    OWN,
-    STUDIO,
-    Asked,
-    below_of,
-    count_of,
-    form_of,
-    free_folder,
-    loaded_of,
-    starts,
-)
+from trainer.ui.views.asked import STUDIO, Asked, below_of, count_of, form_of, loaded_of, starts
 from trainer.ui.views.paths import folders, root_name, takes_folder
 from trainer.ui.views.planned import Planned, of_error, plan_on, this_machine
-from trainer.ui.views.runs import run_folder
 
-_MOST_BYTES = 1 << 19
-"""Of a run's configuration that is read."""
 _BREATH_SECONDS = 0.05
 """Pause between plans that nobody asked for: pages come first."""
 
@@ -142,14 +129,6 @@ def new_run(studio: Studio, asked: Asked) -> NewRun:
     )
 
 
-def like_run(studio: Studio, run: str) -> Asked:
-    """The form for a run like the one of this id, in a folder of its own. Raises UnknownIdError."""
-    folder = run_folder(studio, run)
-    with open_below(studio.runs, folder / CONFIG_FILE) as file:
-        text = file.read(_MOST_BYTES).decode(errors="replace")
-    return Asked(start=OWN, own=text, typed={"output_dir": free_folder(studio, folder.name).name})
-
-
 def add_to_queue(view: NewRun) -> str:
     """Add the run behind all others of the queue; the number of its job.
 
@@ -158,9 +137,19 @@ def add_to_queue(view: NewRun) -> str:
     if view.loaded is None or view.asked.facts.strip():
         remedy = "correct what is marked, and leave the field of another machine empty"
         raise ConfigError("this is no plan of a run on this machine", where="the form", remedy=remedy)
-    queue = Local(folder=environment.queue_dir().absolute())
+    queue = _queue()
     (job,) = queue.submit([request(view.loaded, this_machine(), queue.gpus())])
     return job
+
+
+def added(job: str) -> tuple[Job, bool] | None:
+    """The job of this number, and whether something starts the queue's jobs; None where there is none."""
+    found = next((one for one, _ in _queue().jobs() if str(one.id) == job), None) if job else None
+    return None if found is None else (found, is_scheduled(_queue().folder))
+
+
+def _queue() -> Local:
+    return Local(folder=environment.queue_dir().absolute())
 
 
 def warm(studio: Studio) -> None:

@@ -62,13 +62,14 @@ def placed(studio: Studio, form: Sequence[forms.Section], typed: Mapping[str, st
 
 def outside(studio: Studio, form: Sequence[forms.Section], loaded: Loaded, trusted: str) -> Iterator[Problem]:
     """A problem for each path that leaves the studio's roots; those whose source begins with `trusted` may.
+    Nothing is trusted where that is empty.
 
     A run's folder lies below the root of runs, all others below any of them.
     """
     roots = [root.resolve() for root in (studio.runs, studio.data, studio.models)]
     for key in (one.key for section in form for one in section.fields):
         source = loaded.sources.get(key, "default")
-        if source == "default" or source.startswith((trusted, "family ", "preset ")):
+        if source == "default" or source.startswith(("family ", "preset ", *filter(None, [trusted]))):
             continue
         for path in _paths(forms.value_at(loaded.config, key), key):
             resolved = path.expanduser().resolve()
