@@ -39,7 +39,7 @@ FACTS = REPOSITORY / "tests" / "golden" / "machines" / "rtx-4090.json"
 PAUSE_MS = 30
 """Delay of the form before it asks for a plan."""
 COLUMNS = ("what", "median", "95 of 100", "most", "at most", "kept")
-STARTS = ("flux1_dev_lora", "qwen_image_lora", "llama_full_bf16")
+STARTS = ("flux1_dev_lora", "qwen_image_lora", "qwen3_lora")
 _CHANGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("train.max_train_steps", ("9", "90", "900", "1200", "3500")),
     ("train.learning_rate", ("1e-4", "2e-4", "3e-4", "5e-5", "4e-4")),

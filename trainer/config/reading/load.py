@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -159,11 +159,18 @@ def _trees(written: Sequence[layers.Layer]) -> list[Node]:
 
 def _foreign(environ: Mapping[str, str]) -> tuple[tuple[str, ...], list[Problem]]:
     """Variables that do nothing here, in words, and those with which no run can do what it should."""
+    words, problems = _foreign_among(tuple(sorted(environ.items())))
+    return words, list(problems)
+
+
+@lru_cache(maxsize=4)
+def _foreign_among(environ: tuple[tuple[str, str], ...]) -> tuple[tuple[str, ...], tuple[Problem, ...]]:
+    """`_foreign`, which takes as long as all the rest of a load: a page loads again at every key."""
     problems, words = [], []
-    for name, row in elsewhere.variables(environ):
+    for name, row in elsewhere.variables(dict(environ)):
         words.append(f"{name}: {row.says}; {row.remedy}")
         problems += [Problem(what=row.says, where=name, remedy=row.remedy)] if row.is_error else []
-    return tuple(words), problems
+    return tuple(words), tuple(problems)
 
 
 def _family(user: Node, known: tuple[str, ...]) -> tuple[str | None, list[Problem]]:
