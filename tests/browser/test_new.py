@@ -88,8 +88,35 @@ def test_the_last_answer_wins_whatever_each_takes(studio: Running, new_context: 
     for number in range(1, 7):
         page.locator("[name='train.max_train_steps']").fill(str(1000 + number))
         expect(page.locator("html")).to_have_attribute("data-begun", str(number))
+        if number < 6:  # the plan is older than the form
+            expect(page.locator("#new")).to_have_class("htmx-request")
     expect(page.locator("html")).to_have_attribute("data-ended", "6")
     expect(page.locator("#plan .figures")).to_contain_text("1006 steps")
+    expect(page.locator("#new")).to_have_class("")
+
+
+def test_a_plan_that_does_not_come_is_greyed(
+    studio: Running, new_context: NewContext, watched: Watched
+) -> None:
+    watched.allowed.append("console: Failed to load resource|console: .*htmx")
+    page = opened(new_context, studio)
+    page.route("**/new/plan", lambda route: route.abort())
+    page.locator("[name='train.seed']").fill("5")
+    expect(page.locator("#new")).to_have_class("failed")
+    page.unroute("**/new/plan")
+    page.locator("[name='train.seed']").fill("6")
+    expect(page.locator(".tab.yaml pre")).to_contain_text("seed: 6")
+    expect(page.locator("#new")).to_have_class("")
+
+
+def test_another_start_brings_its_own_values(studio: Running, new_context: NewContext) -> None:
+    page = opened(new_context, studio)
+    page.locator("[name='train.seed']").fill("5")
+    page.locator("#start").select_option("qwen3_lora")
+    expect(page.locator("#plan")).to_contain_text("qwen3-lora")
+    expect(page.locator("[name='train.seed']")).to_have_value("5")
+    page.locator("input[name=preset][value=style]").check()
+    expect(page.locator("[data-field='lora.rank'] .origin")).to_have_text("preset style")
 
 
 def test_the_plan_shown_is_the_commands_row_by_row(
@@ -131,10 +158,15 @@ def test_a_button_leads_out_of_a_run_that_does_not_fit(
     expect(page.locator("#plan figure.full")).to_have_count(0)
 
 
-def test_a_pasted_file_of_another_trainer_is_translated(studio: Running, new_context: NewContext) -> None:
+def test_a_dropped_file_of_another_trainer_is_translated(studio: Running, new_context: NewContext) -> None:
     page = opened(new_context, studio)
     page.locator("summary", has_text="another trainer").click()
-    page.locator("#foreign").fill("network_dim: 24\nnetwork_alpha: 12\nnoise_offset: 0.1\n")
+    file = page.evaluate_handle(
+        "text => { const all = new DataTransfer(); all.items.add(new File([text], 'a.yaml')); return all; }",
+        "network_dim: 24\nnetwork_alpha: 12\nnoise_offset: 0.1\n",
+    )
+    page.dispatch_event("#foreign", "drop", {"dataTransfer": file})
+    expect(page.locator("#foreign")).to_have_value("network_dim: 24\nnetwork_alpha: 12\nnoise_offset: 0.1\n")
     page.get_by_role("button", name="Translate it").click()
     expect(page.locator("#translated")).to_contain_text("lora.rank")
     expect(page.locator("[name='lora.rank']")).to_have_value("24")
