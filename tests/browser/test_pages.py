@@ -255,6 +255,6 @@ def test_pictures_of_the_documents_are_of_these_pages(
         with Image.open(io.BytesIO(taken)) as picture:
             assert len(picture.convert("RGB").getcolors(1 << 24) or ()) > 20, f"{name} is empty"
             if folder := os.environ.get("PICTURES"):
-                picture.convert("RGB").quantize(128).save(ROOT / folder / name, optimize=True)
+                picture.convert("RGB").save(ROOT / folder / name, optimize=True)
             with Image.open(PICTURES / name) as shown:
                 assert shown.size == picture.size, name

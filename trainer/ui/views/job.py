@@ -186,10 +186,12 @@ def job_view(studio: Studio, run_id: str, *, level: str = LEVELS[0]) -> JobView:
 
 
 def phases(run: Run) -> tuple[PhaseView, ...]:
-    """The parts of the work: those behind the present one are done; of a run that ended well all are."""
+    """The parts of the work: those behind the present one are done, of a run that ended well all; none where
+    it is not known how far it was.
+    """
     if run.phase is None:
         done = run.end is not None and run.end.exit_code == ExitCode.OK
-        return tuple(PhaseView(word, "done" if done else "next") for _, word in _BAR)
+        return tuple(PhaseView(word, "done") for _, word in _BAR if done)
     now = next((place for place, (names, _) in enumerate(_BAR) if run.phase in names), len(_BAR))
     return tuple(
         PhaseView(word, "done" if place < now else "now" if place == now else "next")
