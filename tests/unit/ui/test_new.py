@@ -11,7 +11,7 @@ import pytest
 
 from trainer.cli import main
 from trainer.config import environment
-from trainer.errors import ExitCode
+from trainer.errors import ConfigError, ExitCode
 from trainer.planning.plan import MemoryRow
 from trainer.queue.local import Local
 from trainer.ui.studio import Studio
@@ -183,8 +183,7 @@ def test_a_file_named_as_a_shipped_one_is_not_trusted(studio: Studio) -> None:
 def test_a_run_has_a_folder_that_is_not_there(studio: Studio) -> None:
     assert new_run(studio, asked()).name == "flux1-dev-lora"
     (studio.runs / "flux1-dev-lora").mkdir()
-    (studio.runs / "flux1-dev-lora-2.yaml").touch()
-    assert new_run(studio, asked()).name == "flux1-dev-lora-3"
+    assert new_run(studio, asked()).name == "flux1-dev-lora-2"
     assert new_run(studio, asked(output_dir="mine")).yaml.endswith(f"output_dir: {studio.runs}/mine\n")
 
 
@@ -247,6 +246,10 @@ def test_a_run_goes_to_the_queue_as_it_is(studio: Studio) -> None:
     view = new_run(studio, asked("quickstart", facts="", lora__rank="4", output_dir="mine"))
     job = Local(folder=environment.queue_dir()).job(new.add_to_queue(view))
     assert (job.name, job.run) == ("mine", studio.runs / "mine")
+    # a folder that a waiting job will make is not free
+    first = new_run(studio, asked("quickstart", facts=""))
+    new.add_to_queue(first)
+    assert (first.name, new_run(studio, asked("quickstart", facts="")).name) == ("quickstart", "quickstart-2")
 
 
 AI_TOOLKIT = """
@@ -325,3 +328,18 @@ def test_a_file_of_this_trainer_is_the_start(studio: Studio) -> None:
     text = (ROOT / "train_configs/flux1_dev_lora.yaml").read_text()
     form, rows = brought(studio, Asked(typed={"lora.rank": "3"}), text)
     assert (form.start, form.own, rows, form.typed) == (OWN, text, (), {})
+
+
+@pytest.mark.parametrize(
+    "text", ["a = " + "[" * 90_000, "[" * 90_000, "{" * 90_000, "a: " * 90_000, "\0", "&a [*a]", "- 1", "x"]
+)
+def test_texts_that_break_readers_are_told(studio: Studio, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        brought(studio, Asked(), text)
+    assert caught.value.problems
+
+
+def test_a_long_list_of_keys_is_cut(studio: Studio) -> None:
+    text = "".join(f"unknown_{number}: 1\n" for number in range(3000))
+    _, rows = brought(studio, Asked(), f"network_dim: 4\n{text}")
+    assert len(rows) == 500 and rows[0].taken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, reduce
@@ -17,6 +18,7 @@ from trainer.config.tree import Node, at, from_plain, without
 from trainer.config.writing.dump import written
 from trainer.config.writing.schema_json import json_schema
 from trainer.errors import ConfigError, Problem
+from trainer.queue.database import read_jobs
 from trainer.telemetry.runs import CONFIG_FILE
 from trainer.ui import forms
 from trainer.ui.opened import open_below
@@ -223,10 +225,8 @@ def loaded_of(studio: Studio, asked: Asked) -> tuple[Loaded | None, tuple[Proble
 
 
 def free_folder(studio: Studio, name: str) -> Path:
-    """The first of NAME, NAME-2, ... below the runs that is not there; `.yaml` files beside them count."""
-    number = 1
-    while True:
-        folder = studio.runs / (name if number == 1 else f"{name}-{number}")
-        if not folder.exists() and not folder.with_name(f"{folder.name}.yaml").exists():
-            return folder
-        number += 1
+    """The first of NAME, NAME-2, ... below the runs that is not there, and no job's of the queue."""
+    taken = {job.run for job in read_jobs(environment.queue_dir().absolute())}
+    numbered = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    folders = (studio.runs / one for one in numbered)
+    return next(folder for folder in folders if folder not in taken and not folder.exists())

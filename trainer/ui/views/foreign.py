@@ -143,7 +143,7 @@ def _toml(text: str) -> Iterator[Entry]:
     """Entries of TOML; none where it is none."""
     try:
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return
     yield from _below(content, ())
 
