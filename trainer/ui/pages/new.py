@@ -16,7 +16,7 @@ from trainer.config.reading import presets
 from trainer.errors import Problem, TrainerError
 from trainer.ui.page import part, render
 from trainer.ui.studio import Studio
-from trainer.ui.views.asked import OWN, RUN, Asked, is_key, starts
+from trainer.ui.views.asked import OWN, RUN, Asked, form_of, is_key, starts
 from trainer.ui.views.foreign import Translated, brought
 from trainer.ui.views.new import NewRun, add_to_queue, added, new_run
 
@@ -27,6 +27,9 @@ _MOST_CHARACTERS = 1 << 19
 
 def routes(studio: Studio) -> Sequence[BaseRoute]:
     """Routes of the page, of its plan, of the configuration as a file, and of the start."""
+    form_of(
+        1
+    )  # helps are a syntax tree, of which CPython 3.11 cannot make two at once: before there are threads
 
     def show(request: Request) -> Response:
         start, run = (request.query_params.get(name, "") for name in ("start", "run"))

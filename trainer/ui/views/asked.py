@@ -19,7 +19,7 @@ from trainer.config.writing.dump import written
 from trainer.config.writing.schema_json import json_schema
 from trainer.errors import ConfigError, Problem
 from trainer.queue.database import read_jobs
-from trainer.telemetry.runs import CONFIG_FILE
+from trainer.telemetry.rundir import CONFIG_FILE
 from trainer.ui import forms
 from trainer.ui.opened import open_below
 from trainer.ui.studio import Studio
