@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from trainer.doctor import json_text, manifests, recognise, scripts, yaml_text
 from trainer.doctor.entries import MOST_BYTES, Document, Entry, with_repeats
@@ -14,7 +14,7 @@ from trainer.doctor.json_text import JsonError
 from trainer.doctor.surroundings import machine_document, plain_name
 from trainer.errors import ConfigError, Problem
 from trainer.machine.facts import Facts
-from trainer.machine.reading import read_recorded
+from trainer.machine.reading import recorded
 
 MOST_FILES = 500
 """Most files of a folder."""
@@ -109,10 +109,10 @@ def _file(path: Path, *, is_ours: bool) -> Read:
         return refused(what, "save the file as UTF-8", f"{path}:{line}")
     if is_ours:
         return Read(documents=(replace(scripts.variables(text, str(path)), is_ours=True),))
-    return _text(path, text)
+    return of_text(path, text)
 
 
-def _text(path: Path, text: str) -> Read:
+def of_text(path: PurePath, text: str) -> Read:
     """Documents of a text, by its kind."""
     place, kind = str(path), recognise.of_text(path, text)
     if kind == "script":
@@ -130,7 +130,7 @@ def _text(path: Path, text: str) -> Read:
     return _yaml(place, text)
 
 
-def _json(path: Path, text: str) -> Read:
+def _json(path: PurePath, text: str) -> Read:
     place = str(path)
     try:
         found = json_text.entries(text)
@@ -142,7 +142,7 @@ def _json(path: Path, text: str) -> Read:
         return Read(problems=(problem,))
     if recognise.is_facts(found):
         try:
-            facts = read_recorded(path)
+            facts = recorded(text, place)
         except ConfigError as error:
             return Read(problems=error.problems)
         return Read(documents=(machine_document(facts, place),), facts=facts)

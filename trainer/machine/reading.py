@@ -80,10 +80,16 @@ def read_recorded(path: Path, named_by: str = "") -> Facts:
     remedy = "give a file that `trainer probe --json` wrote"
     remedy += f", or leave {named_by} out for this machine" if named_by else ""
     try:
-        return facts_from_json(path.read_text(), where)
+        return recorded(path.read_text(), where, remedy)
     except (OSError, UnicodeDecodeError) as error:
         reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is no text"
         raise ConfigError(f"the facts file {reason}", where=where, remedy=remedy) from error
+
+
+def recorded(text: str, where: str, remedy: str = "give what `trainer probe --json` wrote") -> Facts:
+    """Facts from JSON that is at `where`; raises ConfigError with this remedy."""
+    try:
+        return facts_from_json(text, where)
     except HardwareError as error:
         problems = [Problem(what=one.what, where=one.where, remedy=remedy) for one in error.problems]
         raise ConfigError(problems) from error

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from trainer.config.interpreter import python
@@ -17,6 +18,8 @@ from trainer.machine.facts import TorchBuild, Version, version_from
 
 FILE_NAME = "torch_build.json"
 _CHILD_SECONDS = 300
+_PARSING = threading.Lock()
+"""CPython 3.11 fails where two threads make syntax trees at once, and a page's facts are read in threads."""
 _CHILD = """
 import json, torch
 # torch 2.11's own get_arch_list() is empty where no GPU is visible
@@ -77,7 +80,9 @@ def torch_folder() -> Path | None:
 def parse_version_file(text: str, where: str) -> tuple[Version, Version | None]:
     """(version, CUDA) from the text of torch/version.py, which every wheel has; a CPU build has no CUDA."""
     values: dict[str, object] = {}
-    for node in ast.parse(text).body:
+    with _PARSING:
+        tree = ast.parse(text)
+    for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
             names = (one for one in ast.walk(node) if isinstance(one, ast.Name))
             values |= {one.id: node.value.value for one in names if isinstance(one.ctx, ast.Store)}

@@ -1,4 +1,6 @@
-"""The plan's row on the data set: how many samples there are, and how often the run sees each."""
+"""The plan's row on the data set, how many samples there are and how often the run sees each, and the whole
+plan, in which it stands.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,25 @@ import dataclasses
 import os
 from pathlib import Path
 
+from trainer.config.reading.load import Loaded
 from trainer.config.schema import RunConfig
 from trainer.errors import DataError
-from trainer.planning.epochs import Counted, count
+from trainer.machine.facts import Facts
+from trainer.planning.epochs import Counted, count, with_epochs
+from trainer.planning.kept_decisions import continued
 from trainer.planning.plan import Decision, Plan
+from trainer.planning.planning import plan_run
+from trainer.planning.scoring_row import with_scoring
+
+
+def whole_plan(loaded: Loaded, facts: Facts, requested_profile: str = "auto") -> tuple[Loaded, Plan]:
+    """The configuration as it is planned, and its plan with all rows, as `trainer plan` shows it.
+
+    A run that has begun keeps its decisions, and a length in epochs is one in steps. Raises as `plan_run`.
+    """
+    loaded = with_epochs(continued(loaded))
+    plan = plan_run(loaded, facts, requested_profile)
+    return loaded, with_scoring(with_data(plan, loaded.config), loaded)
 
 
 def with_data(plan: Plan, config: RunConfig) -> Plan:

@@ -15,7 +15,7 @@ from trainer.planning.choose import batching, block_homes, spread
 from trainer.planning.choose.budget import least_imposed
 from trainer.planning.choose.fit import DoesNotFitError
 from trainer.planning.choose.situation import KernelsFailedError, Situation
-from trainer.planning.choose.suggestions import nearest_fit
+from trainer.planning.choose.suggestions import nearest_fits, sentence
 from trainer.planning.decided import Decided, decide, host_bytes, plan_of
 from trainer.planning.plan import Decision, Plan
 from trainer.words.sizes import gib
@@ -119,20 +119,23 @@ def _obeying(situation: Situation, *, offload: bool) -> Situation:
 
 def _with_nearest(
     situation: Situation, error: DoesNotFitError, changed_by: ChangedBy, *, offload: bool
-) -> HardwareError:
+) -> DoesNotFitError:
     """The error with the nearest configuration that fits as its remedy."""
 
     def peak_of(values: Mapping[str, Any]) -> str:
         other = dataclasses.replace(situation, config=changed_by(values))
         return gib(_best(_obeying(other, offload=offload))[0].chosen.peak_bytes)
 
-    remedy = nearest_fit(situation.config, peak_of, least_imposed(error.least_bytes))
+    nearest = nearest_fits(situation.config, peak_of, least_imposed(error.least_bytes))
+    remedy = sentence(nearest)
     if not offload:
         with contextlib.suppress(DoesNotFitError):
             peak = gib(_parted(situation, swap=True)[0].chosen.peak_bytes)
             remedy = f"fits without {block_homes.NO_OFFLOAD} ({peak}); {remedy}"
     (problem,) = error.problems
-    return HardwareError(problem.what, where=problem.where, remedy=remedy)
+    told = DoesNotFitError(problem.what, where=problem.where, remedy=remedy)
+    told.least_bytes, told.budget_bytes, told.nearest = error.least_bytes, error.budget_bytes, nearest
+    return told
 
 
 def _best(situation: Situation) -> Parted:

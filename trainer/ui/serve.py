@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import threading
 from collections.abc import Callable
 
 import uvicorn
@@ -15,10 +16,14 @@ from trainer.telemetry import locks
 from trainer.ui.access import TOKEN_FILE, Access
 from trainer.ui.app import LOOPBACK_HOSTS, create_app
 from trainer.ui.studio import Studio
+from trainer.ui.views.new import warm
+from trainer.ui.views.runs import runs_view
 
 LOCK_FILE = "lock"
 _MOST_REQUESTS = 256
 _LAST_SECONDS = 2
+_WARM_AFTER_SECONDS = 2
+"""Wait before the first plans of families, so that the first page is not waited for."""
 
 
 def serve(
@@ -52,6 +57,11 @@ def serve(
                 limit_concurrency=_MOST_REQUESTS,
                 timeout_graceful_shutdown=_LAST_SECONDS,
             )
+            plans = threading.Timer(_WARM_AFTER_SECONDS, warm, (studio,))
+            plans.daemon = True
+            plans.start()
+            # rows of runs are kept once they were read: the first page need not wait for all of them
+            threading.Thread(target=runs_view, args=(studio,), daemon=True).start()
             uvicorn.Server(config).run(sockets=[listening])
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.planning.test_resolve import Config
 from trainer.config.schema import DataSet, RunConfig, changed
 from trainer.planning.choose.fit import DoesNotFitError
-from trainer.planning.choose.suggestions import nearest_fit
+from trainer.planning.choose.suggestions import nearest_fits, sentence
 
 
 def needs(asked: RunConfig, **wanted: Any) -> Any:
@@ -29,13 +29,13 @@ def needs(asked: RunConfig, **wanted: Any) -> Any:
 
 def test_a_sum_leaves_out_what_is_not_needed(config: Config) -> None:
     asked = config(method="full", features__memory_budget="8GiB", data__resolution=1024)
-    found = nearest_fit(asked, needs(asked, method="lora", features__memory_budget="auto"))
+    found = sentence(nearest_fits(asked, needs(asked, method="lora", features__memory_budget="auto")))
     assert found == "fits with features.memory_budget: auto and method: lora (1.0 GiB)"
 
 
 def test_a_sum_keeps_what_is_needed(config: Config) -> None:
     asked = config(method="full", features__memory_budget="8GiB", data__resolution=1024)
-    found = nearest_fit(asked, needs(asked, method="lora", data__resolution=512))
+    found = sentence(nearest_fits(asked, needs(asked, method="lora", data__resolution=512)))
     assert found == "fits with data.resolution: 512 and method: lora (1.0 GiB)"
 
 
@@ -44,5 +44,5 @@ def test_conversations_have_a_length_and_no_resolution(config: Config, length: i
     asked = config(data__max_sequence_length=length)
     data = asked.data.model_copy(update={"sets": (DataSet(chat_file="chat.jsonl"),)})
     asked = asked.model_copy(update={"data": data})
-    found = nearest_fit(asked, needs(asked, data__max_sequence_length=wanted))
+    found = sentence(nearest_fits(asked, needs(asked, data__max_sequence_length=wanted)))
     assert found == f"fits with data.max_sequence_length: {wanted} (1.0 GiB)"

@@ -18,7 +18,15 @@ Layer = tuple[Node | None, list[Problem]]
 
 def from_file(path: Path) -> Layer:
     """The tree of one YAML file. A section with every key commented out is an empty section, not a null."""
-    tree, problems = strict_yaml.read(path)
+    return _with_empty_sections(*strict_yaml.read(path))
+
+
+def from_text(text: str, name: str) -> Layer:
+    """The tree of a YAML file's text, whose sources are `NAME:LINE`; as `from_file`."""
+    return _with_empty_sections(*strict_yaml.settings(text, name))
+
+
+def _with_empty_sections(tree: Node | None, problems: list[Problem]) -> Layer:
     if tree is not None and isinstance(tree.value, dict):
         entries = tree.value.items()
         kept = {key: node for key, node in entries if node.value is not None or not fields.is_section((key,))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from trainer.config import elsewhere, environment, fields
 from trainer.config.judging.rule import Context, check
 from trainer.config.judging.rules import RULES, unused_keys
 from trainer.config.reading import layers, presets
+from trainer.config.reading.layers import Layer
 from trainer.config.reading.validate import validate
 from trainer.config.schema import RunConfig, changed
 from trainer.config.tree import Node, from_plain, leaves, merge
@@ -59,16 +60,42 @@ def load(
     Raises ConfigError with every problem found.
     """
     environ = environment.snapshot() if environ is None else environ
-    files, chosen = [layers.from_file(path) for path in paths], presets.layers(chosen_presets)
     single = layers.from_variables(environ) + layers.from_overrides(overrides)
-    single += layers.from_options(dataset, output, budget, gpus)
+    return from_layers(
+        [layers.from_file(path) for path in paths],
+        presets.layers(chosen_presets),
+        single + layers.from_options(dataset, output, budget, gpus),
+        name=", ".join(map(str, paths)) or "configuration",
+        others_pictures=dataset is not None,
+        family_defaults=family_defaults,
+        lora_presets=lora_presets,
+        environ=environ,
+    )
+
+
+def from_layers(
+    files: Sequence[Layer],
+    chosen: Sequence[Layer],
+    single: Sequence[Layer],
+    *,
+    name: str,
+    others_pictures: bool = False,
+    family_defaults: Mapping[str, Mapping[str, Any]],
+    lora_presets: Mapping[str, tuple[str, ...]] | None = None,
+    environ: Mapping[str, str],
+) -> Loaded:
+    """Merge layers that were read before: schema and family below, then `files`, presets and `single` values.
+
+    `name` is the source of what is missing. With `others_pictures` the layers replace the files' data sets by
+    other pictures, and held-out ones that stay are told. Raises ConfigError with every problem found.
+    """
     problems = [problem for _, found in (*files, *chosen, *single) for problem in found]
     warnings, harmful = _foreign(environ)
     problems += environment.misspelt(environ, fields.dotted_keys()) + harmful
     if any(tree is None and found for tree, found in (*files, *chosen, *single)):
         raise ConfigError(_sorted(problems))  # with a layer missing, what else is wrong cannot be told
 
-    empty = Node(value={}, source=", ".join(map(str, paths)) or "configuration")
+    empty = Node(value={}, source=name)
     from_files, given = reduce(layers.merged, _trees(files), empty), _trees(chosen)
     user = reduce(layers.merged, [*given, *_trees(single)], from_files)
     family, unknown = _family(user, tuple(family_defaults))
@@ -84,8 +111,8 @@ def load(
         raise ConfigError(_sorted(problems))
     assert config is not None
     notes = presets.told(given, from_files, sources, unused_keys(config))
-    notes += _replaced_length(_trees(files + chosen + single), config, sources)
-    if dataset is not None:
+    notes += _replaced_length(_trees([*files, *chosen, *single]), config, sources)
+    if others_pictures:
         notes += _others_pictures(config, sources["validation.img_dir"])
     return Loaded(config=config, sources=sources, notes=tuple(notes), warnings=warnings)
 
@@ -132,11 +159,18 @@ def _trees(written: Sequence[layers.Layer]) -> list[Node]:
 
 def _foreign(environ: Mapping[str, str]) -> tuple[tuple[str, ...], list[Problem]]:
     """Variables that do nothing here, in words, and those with which no run can do what it should."""
+    words, problems = _foreign_among(tuple(sorted(environ.items())))
+    return words, list(problems)
+
+
+@lru_cache(maxsize=4)
+def _foreign_among(environ: tuple[tuple[str, str], ...]) -> tuple[tuple[str, ...], tuple[Problem, ...]]:
+    """`_foreign`, which takes as long as all the rest of a load: a page loads again at every key."""
     problems, words = [], []
-    for name, row in elsewhere.variables(environ):
+    for name, row in elsewhere.variables(dict(environ)):
         words.append(f"{name}: {row.says}; {row.remedy}")
         problems += [Problem(what=row.says, where=name, remedy=row.remedy)] if row.is_error else []
-    return tuple(words), problems
+    return tuple(words), tuple(problems)
 
 
 def _family(user: Node, known: tuple[str, ...]) -> tuple[str | None, list[Problem]]:

@@ -134,9 +134,14 @@ def read(path: Path) -> tuple[Node | None, list[Problem]]:
         line = raw[: error.start].count(b"\n") + 1
         what = f"byte 0x{raw[error.start]:02x} is not UTF-8"
         return refused(what, f"{path}:{line}", "save the file as UTF-8")
-    tree, problems = parse(text, lambda line: f"{path}:{line}")
+    return settings(text, str(path))
+
+
+def settings(text: str, name: str) -> tuple[Node | None, list[Problem]]:
+    """The tree of a file's text and what is wrong with it; sources are `NAME:LINE`."""
+    tree, problems = parse(text, lambda line: f"{name}:{line}")
     if tree is None and not problems:
-        return refused("the file holds no settings")
+        return None, [Problem(what="the file holds no settings", where=name, remedy=_START)]
     if tree is not None and not isinstance(tree.value, dict):
         what = f"expected sections such as `train:`, got {describe(tree)}"
         return None, [*problems, Problem(what=what, where=tree.source, remedy=_START)]

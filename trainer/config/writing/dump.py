@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,33 @@ def dump(config: RunConfig, sources: Mapping[str, str] | None = None) -> str:
     )
 
 
+def written(config: RunConfig, sources: Mapping[str, str]) -> str:
+    """YAML of the keys that neither schema nor family decided: a file that loads to `config` again."""
+    plain, left_out, lines = config.model_dump(), unused_keys(config), list[str]()
+    chosen = {
+        key for key, source in sources.items() if source != "default" and not source.startswith("family ")
+    }
+    sets = enumerate(plain["data"]["sets"])
+    plain["data"]["sets"] = tuple(
+        {
+            name: item
+            for name, item in one.items()
+            if item is not None and f"data.sets.{number}.{name}" in chosen
+        }
+        for number, one in sets
+    )
+    chosen |= {"data.sets"}
+    for key, value in plain.items():
+        if not isinstance(value, dict):
+            lines += [text for text, _ in entry(key, value, key, "")] if key in chosen else []
+            continue
+        kept = {name: item for name, item in value.items() if f"{key}.{name}" in chosen - left_out}
+        lines += [f"{key}:"] if kept else []
+        for name, item in kept.items():
+            lines += [text for text, _ in entry(name, item, f"{key}.{name}", "  ")]
+    return "".join(f"{line}\n" for line in lines)
+
+
 def entry(name: str, value: Any, key: str, indent: str) -> list[tuple[str, str]]:
     """Lines of YAML for one key, each with the dotted key of its value, or without one."""
     if not isinstance(value, tuple):
@@ -71,5 +99,11 @@ def _scalar(value: Any, *, inside: bool = False) -> str:
     # in PyYAML's other styles a line break becomes several lines, which not all of them survive
     broken = isinstance(value, str) and any(character in _LINE_BREAKS for character in value)
     style = '"' if broken or inside else None
+    return _yaml(value, style)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _yaml(value: str | int | float | bool | None, style: str | None) -> str:
+    """A scalar as PyYAML writes it, which takes it a third of a millisecond."""
     text: str = yaml.safe_dump(value, default_style=style, allow_unicode=True, width=float("inf"))
     return text.removesuffix("\n").removesuffix("\n...")

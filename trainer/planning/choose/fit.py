@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trainer.errors import HardwareError
 from trainer.planning.choose import block_homes, candidates, encoding
@@ -25,10 +26,23 @@ _MOST_NAMED = 3
 """Settings that a reason names."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Nearest:
+    """Changes of the configuration with which a run fits: dotted keys with the values to write."""
+
+    changes: tuple[tuple[str, Any], ...]
+    peak: str
+    """The peak of memory that is then predicted, in words."""
+
+
 class DoesNotFitError(HardwareError):
     """No combination that the user left open fits the budget; the smallest one needs `least_bytes`."""
 
     least_bytes = 0
+    budget_bytes = 0
+    """Bytes that the smallest one is compared with."""
+    nearest: tuple[Nearest, ...] = ()
+    """Changes that make it fit, of the plan's own error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +185,7 @@ def _does_not_fit(
         f" {gib(limit.usable_bytes)} ({limit.reason}){f'; {reason}' if reason else ''}",
         where=f"plan for {situation.gpu}",
     )
-    error.least_bytes = least.peak_bytes
+    error.least_bytes, error.budget_bytes = least.peak_bytes, limit.usable_bytes
     return error
 
 

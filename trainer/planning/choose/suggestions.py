@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer.config.schema import RunConfig
 from trainer.errors import TrainerError
-from trainer.planning.choose.fit import DoesNotFitError
+from trainer.planning.choose.fit import DoesNotFitError, Nearest
 from trainer.planning.shapes.adapters import needs_whole_base
 from trainer.ways.storages import WAYS
 
@@ -23,37 +23,44 @@ _LENGTHS = (2048, 1024, 512)
 _BUDGET = "features.memory_budget"
 
 
-def nearest_fit(config: RunConfig, peak_of: PeakOf, budget: str = "") -> str:
-    """One sentence: the changes that make the run fit, or that none of those tried does.
+def sentence(fits: Sequence[Nearest]) -> str:
+    """The changes that make the run fit, in one sentence, or that none of those tried does."""
+    if fits:
+        return "fits with " + ", or ".join(f"{changes_text(fit.changes)} ({fit.peak})" for fit in fits)
+    return "no resolution or storage that was tried fits: use a machine with more memory"
 
-    `budget` is the least one that would do, where one was imposed. Single changes come first, then the same
-    ones added up, without those that turn out not to be needed; what is refused for another reason is in no
-    sum, but may be where an earlier change of the sum takes the reason away.
+
+def nearest_fits(config: RunConfig, peak_of: PeakOf, budget: str = "") -> tuple[Nearest, ...]:
+    """The changes that make the run fit, each of them by itself; none where none of those tried does.
+
+    `budget` is the least one that would do, where one was imposed. Single changes come first; where none is
+    enough, the same ones added up, without those that turn out not to be needed. What is refused for another
+    reason is in no sum, but may be where an earlier change of the sum takes the reason away.
     """
     changes = tuple(_changes(config, budget))
-    fitting: dict[Change, str] = {}
+    fitting: dict[Change, Nearest] = {}
     for change in changes:
         if change == (_BUDGET, "auto") and (_BUDGET, budget) in fitting:
             continue  # more than is needed
         with contextlib.suppress(TrainerError):
-            fitting[change] = f"{_text((change,))} ({peak_of(dict((change,)))})"
+            fitting[change] = Nearest(changes=(change,), peak=peak_of(dict((change,))))
     if fitting:
-        return "fits with " + ", or ".join(fitting.values())
+        return tuple(fitting.values())
     together: tuple[Change, ...] = ()
     for change in changes:
         # one change a key: the last
         trial = tuple(dict((*together, change)).items())
         try:
-            return _least(trial, peak_of(dict(trial)), peak_of)
+            return (_least(trial, peak_of(dict(trial)), peak_of),)
         except DoesNotFitError:
             together = trial
         except TrainerError:
             continue
-    return "no resolution or storage that was tried fits: use a machine with more memory"
+    return ()
 
 
-def _least(together: tuple[Change, ...], peak: str, peak_of: PeakOf) -> str:
-    """The sentence for changes that fit together, with a peak in words, without those that are not needed."""
+def _least(together: tuple[Change, ...], peak: str, peak_of: PeakOf) -> Nearest:
+    """The changes that fit together, with a peak in words, without those that are not needed."""
     for change in together:
         fewer = tuple(other for other in together if other != change)
         try:
@@ -61,7 +68,7 @@ def _least(together: tuple[Change, ...], peak: str, peak_of: PeakOf) -> str:
         except TrainerError:
             continue
         together = fewer
-    return f"fits with {_text(together)} ({peak})"
+    return Nearest(changes=together, peak=peak)
 
 
 def _changes(config: RunConfig, budget: str) -> Iterator[Change]:
@@ -98,5 +105,6 @@ def setting(key: str, value: object) -> str:
     return f"{key}: {str(value).lower() if isinstance(value, bool) else value}"
 
 
-def _text(changes: tuple[Change, ...]) -> str:
+def changes_text(changes: Sequence[Change]) -> str:
+    """Changes by dotted key, as they may be written."""
     return " and ".join(setting(*change) for change in changes)

@@ -24,7 +24,7 @@ _MOST_TOKENS = 300
 _DRAWN, _MOST_RECORDS = 10_000, 2_000
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=512)
 def usual_parts(
     size: int,
     samples: int,

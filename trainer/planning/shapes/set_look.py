@@ -37,12 +37,12 @@ the set it stands for, and how often each of these comes in an epoch.
 
 def samples(sets: Sets, family: Family) -> tuple[tuple[Sample, ...], ...] | None:
     """The samples of each set; None where the sets are no folders of this disk that are counted at once."""
-    return _samples(sets, family.control_counts, _stamp(sets))
+    return _samples(sets, family.control_counts, stamp(sets))
 
 
 def seen(sets: Sets, family: Family) -> tuple[Seen, ...]:
     """Some samples of each set; empty where the samples of one, or all of their sizes, are not known."""
-    return _seen(sets, family.control_counts, _stamp(sets))
+    return _seen(sets, family.control_counts, stamp(sets))
 
 
 def shapes_of(looked: Sequence[Seen], resolution: int, multiple: int) -> Pictures:
@@ -62,7 +62,7 @@ def shapes_of(looked: Sequence[Seen], resolution: int, multiple: int) -> Picture
     return tuple((shape, max(1, round(weight)), repeats) for (shape, repeats), weight in weights.items())
 
 
-def _stamp(sets: Sets) -> Stamp:
+def stamp(sets: Sets) -> Stamp:
     """The folders as they are now: what is remembered of others is of no use."""
     folders = (folder for one in sets for folder in set_folders(one))
     # pathlib's exists() raises for a folder that may not be entered

@@ -1,0 +1,194 @@
+"""A4 to A8: the form of a new run and its plan, in Chromium."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import BrowserContext, Page, expect
+
+from tests.browser.conftest import FACTS, ROOT, Running, Watched, logged_in
+
+pytestmark = pytest.mark.browser
+NewContext = Callable[..., BrowserContext]
+
+
+@pytest.fixture(scope="module")
+def studio(start: Callable[..., Running], tmp_path_factory: pytest.TempPathFactory) -> Running:
+    folder = tmp_path_factory.mktemp("studio")
+    (folder / "data" / "cats").mkdir(parents=True)
+    return start(folder)
+
+
+def opened(new_context: NewContext, studio: Running, begin: str = "flux1_dev_lora") -> Page:
+    page = logged_in(new_context(viewport={"width": 1440, "height": 1000}), studio)
+    page.goto(f"{studio.url}/new?start={begin}")
+    page.check("input[name=depth][value=all]")
+    return page
+
+
+def test_every_key_is_on_the_page_with_label_and_help(studio: Running, new_context: NewContext) -> None:
+    page = opened(new_context, studio)
+    schema = json.loads((ROOT / "train_configs/schema.json").read_text())
+    for name, node in schema["properties"].items():
+        inner = next((one["$ref"] for one in node.get("anyOf", ()) if "$ref" in one), None)
+        below = schema["definitions"][inner.rpartition("/")[2]]["properties"] if inner else {}
+        for key in [f"{name}.{one}" for one in below] or [name]:
+            found = page.locator(f"[data-field='{key}'], [data-field^='{key}.']").first
+            expect(found).to_be_visible()
+            assert found.locator("label, legend").first.inner_text().strip(), key
+            assert found.locator(".help").inner_text().strip(), key
+
+
+def test_a_wrong_value_marks_its_field_and_is_announced(studio: Running, new_context: NewContext) -> None:
+    page = opened(new_context, studio)
+    rank = page.locator("[name='lora.rank']")
+    rank.fill("0")
+    expect(rank).to_have_attribute("aria-invalid", "true")
+    expect(page.locator("#live")).to_contain_text("at most 1024")
+    expect(page.locator("[data-field='lora.rank'] .wrong-text")).to_contain_text("at most 1024")
+    rank.fill("8")
+    expect(rank).not_to_have_attribute("aria-invalid", "true")
+    expect(page.locator("#live")).to_contain_text("GiB")
+    expect(page.locator("[data-field='lora.rank'] .origin")).to_have_text("you")
+
+
+DELAYED = """
+const real = window.fetch;
+let begun = 0, ended = 0;
+const tell = () => Object.assign(document.documentElement.dataset, {begun, ended});
+window.fetch = async (...given) => {
+  const signal = (given[1] || {}).signal;
+  begun += 1;
+  const is_last = begun === 6;
+  tell();
+  try {
+    const answer = await real(...given);
+    await new Promise((done, fail) => {
+      if (is_last) done();
+      signal?.addEventListener("abort", () => fail(signal.reason));
+    });
+    return answer;
+  } finally { ended += 1; tell(); }
+};
+"""
+"""Answers that never come unless they are to the sixth question; giving up on them is counted as an end."""
+
+
+def test_the_last_answer_wins_whatever_each_takes(studio: Running, new_context: NewContext) -> None:
+    context = new_context()
+    page = logged_in(context, studio)
+    context.add_init_script(DELAYED)
+    page.goto(f"{studio.url}/new?start=flux1_dev_lora")
+    for number in range(1, 7):
+        page.locator("[name='train.max_train_steps']").fill(str(1000 + number))
+        expect(page.locator("html")).to_have_attribute("data-begun", str(number))
+        if number < 6:  # the plan is older than the form
+            expect(page.locator("#new")).to_have_class("htmx-request")
+    expect(page.locator("html")).to_have_attribute("data-ended", "6")
+    expect(page.locator("#plan .figures")).to_contain_text("1006 steps")
+    expect(page.locator("#new")).to_have_class("")
+
+
+def test_a_plan_that_does_not_come_is_greyed(
+    studio: Running, new_context: NewContext, watched: Watched
+) -> None:
+    watched.allowed.append("console: Failed to load resource|console: .*htmx")
+    page = opened(new_context, studio)
+    page.route("**/new/plan", lambda route: route.abort())
+    page.locator("[name='train.seed']").fill("5")
+    expect(page.locator("#new")).to_have_class("failed")
+    page.unroute("**/new/plan")
+    page.locator("[name='train.seed']").fill("6")
+    expect(page.locator(".tab.yaml pre")).to_contain_text("seed: 6")
+    expect(page.locator("#new")).to_have_class("")
+
+
+def test_another_start_brings_its_own_values(studio: Running, new_context: NewContext) -> None:
+    page = opened(new_context, studio)
+    page.locator("[name='train.seed']").fill("5")
+    page.locator("#start").select_option("qwen3_lora")
+    expect(page.locator("#plan")).to_contain_text("qwen3-lora")
+    expect(page.locator("[name='train.seed']")).to_have_value("5")
+    page.locator("input[name=preset][value=style]").check()
+    expect(page.locator("[data-field='lora.rank'] .origin")).to_have_text("preset style")
+
+
+def test_the_plan_shown_is_the_commands_row_by_row(
+    studio: Running, new_context: NewContext, tmp_path: Path
+) -> None:
+    page = opened(new_context, studio)
+    page.locator("[name='lora.rank']").fill("32")
+    page.locator("[name='data.sets.0.img_dir']").fill("cats")
+    page.locator("[name='train.train_batch_size']").fill("2")
+    expect(page.locator(".tab.yaml pre")).to_contain_text("train_batch_size: 2")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download the YAML").click()
+    file = tmp_path / "run.yaml"
+    download.value.save_as(file)
+    command = [sys.executable, "-m", "trainer", "plan", str(file), "--facts", str(FACTS), "--json"]
+    ended = subprocess.run(command, cwd=ROOT, env=os.environ, check=True, capture_output=True, text=True)
+    wanted = json.loads(ended.stdout)
+    rows = page.locator("#decisions tbody tr").evaluate_all(
+        "rows => rows.map(row => [...row.cells].map(cell => cell.textContent))"
+    )
+    assert [(row[0], row[1], row[3]) for row in rows] == [
+        (row["feature"], row["value"], row["reason"]) for row in wanted["decisions"]
+    ]
+    for shown, row in zip(rows, wanted["decisions"], strict=True):
+        assert shown[2] == row["source"] or row["source"].startswith(str(file))
+
+
+def test_a_button_leads_out_of_a_run_that_does_not_fit(
+    studio: Running, new_context: NewContext, watched: Watched
+) -> None:
+    page = opened(new_context, studio)
+    page.locator("[name='features.memory_budget']").fill("8GiB")
+    page.locator("[name='data.resolution']").fill("1536")
+    expect(page.locator("#plan .state")).to_contain_text("69")
+    expect(page.locator("#plan figure.full")).to_be_visible()
+    page.locator(".ways button", has_text="data.resolution: 512").click()
+    expect(page.locator("[name='data.resolution']")).to_have_value("512")
+    expect(page.locator("#decisions")).to_be_visible()
+    expect(page.locator("#plan figure.full")).to_have_count(0)
+
+
+def test_a_dropped_file_of_another_trainer_is_translated(studio: Running, new_context: NewContext) -> None:
+    page = opened(new_context, studio)
+    page.locator("summary", has_text="another trainer").click()
+    file = page.evaluate_handle(
+        "text => { const all = new DataTransfer(); all.items.add(new File([text], 'a.yaml')); return all; }",
+        "network_dim: 24\nnetwork_alpha: 12\nnoise_offset: 0.1\n",
+    )
+    page.dispatch_event("#foreign", "drop", {"dataTransfer": file})
+    expect(page.locator("#foreign")).to_have_value("network_dim: 24\nnetwork_alpha: 12\nnoise_offset: 0.1\n")
+    page.get_by_role("button", name="Translate it").click()
+    expect(page.locator("#translated")).to_contain_text("lora.rank")
+    expect(page.locator("[name='lora.rank']")).to_have_value("24")
+    expect(page.locator("tr", has_text="noise_offset")).to_contain_text("left out")
+
+
+def test_without_scripts_the_form_is_planned_and_added_to_the_queue(
+    start: Callable[..., Running],
+    new_context: NewContext,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRAINER_QUEUE_DIR", str(tmp_path / "queue"))
+    monkeypatch.setenv("TRAINER_PROFILE", "cpu")  # the queue asks this machine for its GPUs
+    studio = start(tmp_path)
+    cookies = logged_in(new_context(), studio).context.cookies()
+    context = new_context(java_script_enabled=False)
+    context.add_cookies(cookies)
+    page = context.new_page()
+    page.goto(f"{studio.url}/new")
+    page.locator("[name='output_dir']").fill("by-hand")
+    page.get_by_role("button", name="Plan it again").click()
+    expect(page.locator("#plan")).to_contain_text("by-hand")
+    page.get_by_role("button", name="Add by-hand to the queue").click()
+    expect(page.get_by_role("status")).to_contain_text("by-hand is in the queue")

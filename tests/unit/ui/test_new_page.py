@@ -1,0 +1,217 @@
+"""The page of a new run over HTTP, as a browser without scripts uses it."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from trainer import families
+from trainer.config import environment
+from trainer.config.reading.load import load
+from trainer.queue.local import Local
+from trainer.ui.studio import Studio, identifier
+from trainer.ui.views import planned
+
+ROOT = Path(__file__).resolve().parents[3]
+RTX_4090 = (ROOT / "tests/golden/machines/rtx-4090.json").read_text()
+FORM = {"start": "flux1_dev_lora", "facts": RTX_4090}
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Shipped files name paths from the repository's root; queue and machine are the test's."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("TRAINER_QUEUE_DIR", str(tmp_path / "queue"))
+    monkeypatch.setenv("TRAINER_FACTS", str(ROOT / "tests/golden/machines/cpu.json"))
+    planned._machine_at.cache_clear()
+
+
+class Elements(HTMLParser):
+    """Every element of a page with its attributes, and the text below those that have an id."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str]]] = []
+        self.texts: dict[str, str] = {}
+        self._open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = {key: value or "" for key, value in attrs}
+        self.found.append((tag, attributes))
+        if tag not in ("input", "meta", "link", "br", "rect", "path", "circle"):
+            self._open.append(attributes.get("id", ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._open:
+            self._open.pop()
+
+    def handle_data(self, data: str) -> None:
+        for one in filter(None, self._open):
+            self.texts[one] = self.texts.get(one, "") + data
+
+    def having(self, **wanted: str) -> list[dict[str, str]]:
+        return [one for _, one in self.found if wanted.items() <= one.items()]
+
+
+def test_every_key_has_an_input_with_label_and_help(client: TestClient) -> None:
+    page = Elements(client.get("/new").text)
+    keys = {one["data-field"] for _, one in page.found if "data-field" in one}
+    assert len(keys) > 120
+    labels = {one["for"] for tag, one in page.found if tag == "label" and "for" in one}
+    ids = [one["id"] for _, one in page.found if "id" in one]
+    assert len(ids) == len(set(ids))
+    for key in keys:
+        inputs = [(tag, one) for tag, one in page.found if one.get("name") == key]
+        assert inputs, key
+        _, one = inputs[0]
+        if one.get("type") not in ("radio", "checkbox"):
+            assert one["id"] in labels, key
+        else:
+            (one,) = page.having(id=f"f-{key.replace('.', '-')}")
+        help_id, note_id = one["aria-describedby"].split()
+        assert page.texts[help_id].strip(), key
+        assert note_id in ids
+
+
+def test_presets_and_starts_are_offered(client: TestClient) -> None:
+    page = Elements(client.get("/new?start=qwen3_lora").text)
+    assert [one["value"] for one in page.having(name="preset")] == [
+        "character", "concept", "fast", "low-vram", "quality", "style"
+    ]  # fmt: skip
+    chosen = [one["value"] for tag, one in page.found if tag == "option" and "selected" in one]
+    assert chosen == ["qwen3_lora"]
+    assert client.get("/new?start=../../etc/passwd").status_code == 200
+
+
+def test_a_wrong_value_marks_its_field(client: TestClient) -> None:
+    text = client.post("/new", data={**FORM, "lora.rank": "0"}).text
+    page = Elements(text)
+    (wrong,) = page.having(**{"aria-invalid": "true"})
+    assert wrong["name"] == "lora.rank" and wrong["value"] == "0"
+    assert "at most 1024" in page.texts[wrong["aria-describedby"].split()[1]]
+
+
+def test_a_way_out_is_a_button_that_types_its_values(client: TestClient) -> None:
+    form = {**FORM, "features.memory_budget": "8GiB", "data.resolution": "1536"}
+    page = Elements(client.post("/new", data=form).text)
+    (button, *_) = page.having(name="set")
+    again = client.post("/new", data={**form, "set": button["value"]})
+    key, _, value = button["value"].partition("=")
+    page = Elements(again.text)
+    assert page.having(name=key)[0]["value"] == value
+    assert page.having(id="decisions") and not page.having(name="set")
+
+
+def test_the_plan_alone_has_the_notes_of_all_fields(client: TestClient) -> None:
+    text = client.post("/new/plan", data={**FORM, "lora.rank": "8"}).text
+    page = Elements(text)
+    assert "<html" not in text
+    (element,) = [one for _, one in page.found if one.get("id") == "notes"]
+    notes: dict[str, Any] = json.loads(element["data-notes"])
+    assert notes["lora.rank"][:2] == ["16", "you"]
+    assert notes["features.weights"][2] == "fp8"
+    assert notes["train.seed"] == ["0", "file", "", "", []]
+
+
+def test_the_file_loads_to_what_was_typed(client: TestClient, tmp_path: Path) -> None:
+    answer = client.post("/new/file", data={**FORM, "lora.rank": "8", "output_dir": 'a"b;é'})
+    assert answer.headers["content-type"].startswith("application/yaml")
+    assert answer.headers["content-disposition"] == 'attachment; filename="a-b-.yaml"'
+    (tmp_path / "x.yaml").write_text(answer.text)
+    defaults = {name: families.get(name).defaults for name in families.names()}
+    loaded = load([tmp_path / "x.yaml"], family_defaults=defaults, environ={})
+    assert loaded.config.lora.rank == 8
+    assert client.post("/new/file", data={**FORM, "lora.rank": "x"}).status_code == 422
+
+
+def test_a_start_is_a_job_of_the_queue_and_a_wrong_one_is_none(client: TestClient, studio: Studio) -> None:
+    queue = Local(folder=environment.queue_dir())
+    for wrong in ({"lora.rank": "0"}, {"facts": RTX_4090}):
+        answer = client.post("/new/start", data={"start": "quickstart", **wrong})
+        assert answer.status_code == 422
+    assert not queue.folder.exists() or queue.jobs() == []
+    answer = client.post("/new/start", data={"start": "quickstart", "output_dir": "mine"})
+    assert answer.status_code == 303
+    ((job, _),) = queue.jobs()
+    assert job.run == studio.runs / "mine"
+    page = client.get(answer.headers["location"])
+    assert "mine is in the queue" in page.text and "trainer queue run" in page.text
+    assert "in the queue</b>" not in client.get("/new?added=99").text
+    # the same folder again is refused, and the form stays as it was
+    again = client.post("/new/start", data={"start": "quickstart", "output_dir": "mine"})
+    assert again.status_code == 422
+    assert Elements(again.text).having(name="output_dir")[0]["value"] == "mine"
+
+
+def test_a_run_like_another_has_its_configuration_and_a_new_folder(
+    client: TestClient, studio: Studio
+) -> None:
+    text = client.post("/new/file", data={**FORM, "lora.rank": "24", "output_dir": "first"}).text
+    run = studio.runs / "first"
+    run.mkdir()
+    (run / "config.resolved.yaml").write_text(text)
+    (run / "run.lock").touch()
+    (run / "metrics.jsonl").touch()
+    page = Elements(client.get(f"/new?run={identifier(studio.runs, run)}").text)
+    (chosen,) = [one["value"] for tag, one in page.found if tag == "option" and "selected" in one]
+    again = client.post("/new/file", data={"start": chosen, "facts": RTX_4090}).text
+    assert again == text.replace("runs/first", "runs/first-2")
+    assert client.get("/new?run=first-00000000").status_code == 404
+
+
+PAYLOADS = (
+    '"><script>alert(1)</script>',
+    "</textarea><img src=x onerror=alert(1)>",
+    "{{ 7 * 7 }}",
+    "' onclick='x",
+)
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_nothing_that_is_typed_becomes_a_part_of_the_page(client: TestClient, payload: str) -> None:
+    plain = {tag for tag, _ in Elements(client.get("/new").text).found}
+    keys = (
+        "data.trigger_word",
+        "validation.prompts",
+        "lora.target_modules",
+        "model.revision",
+        "features.memory_budget",
+    )
+    for form in (
+        {key: payload for key in keys},
+        {"foreign": payload},
+        {"foreign": f"network_dim: {json.dumps(payload)}\n{json.dumps(payload)}: 1"},
+        {"start": payload},
+        {"own": payload, "start": "own"},
+        {"facts": payload},
+    ):
+        for address in ("/new", "/new/plan"):
+            page = Elements(client.post(address, data={"start": "quickstart", **form}).text)
+            assert {tag for tag, _ in page.found} <= plain | {"ul", "li", "tt", "rect", "title", "figure"}
+            assert not any(name.startswith("on") for _, one in page.found for name in one)
+            scripts = [one for tag, one in page.found if tag == "script"]
+            assert all(one["src"].startswith("/static/") for one in scripts)
+
+
+def test_a_configuration_of_another_trainer_is_told_key_by_key(client: TestClient) -> None:
+    form = {**FORM, "foreign": "network_dim: 24\nnoise_offset: 0.1\n"}
+    page = Elements(client.post("/new", data=form).text)
+    assert page.having(name="lora.rank")[0]["value"] == "24"
+    assert "network_dim" in page.texts["translated"] and "predict noise" in page.texts["translated"]
+    page = Elements(client.post("/new", data={**FORM, "foreign": "just words"}).text)
+    assert not page.having(id="translated")
+    assert page.texts["foreign"].strip() == "just words"
+
+
+def test_fields_that_are_no_keys_are_not_read(client: TestClient) -> None:
+    odd = {"data.sets.999.img_dir": "x", "data.sets.x.img_dir": "y", "no.such": "1", "data.sets.0.no": "2"}
+    text = client.post("/new", data={**FORM, **odd}).text
+    keys = {one.get("data-field", "") for _, one in Elements(text).found}
+    assert not keys & odd.keys()
+    assert max(int(key.split(".")[2]) for key in keys if key.startswith("data.sets.")) == 1

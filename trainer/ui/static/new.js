@@ -1,0 +1,57 @@
+// New run: notes beside fields, files that are dropped, starts that load the page anew. Works without.
+"use strict";
+(() => {
+  const form = document.getElementById("new");
+  let shown = null, lastSaid = "";
+
+  function note(key, [below, origin, decided, reason, problems]) {
+    const field = form.querySelector(`[data-field="${CSS.escape(key)}"]`);
+    if (!field) return;
+    const input = field.querySelector("input, select, textarea");
+    const single = input.type !== "radio" && input.type !== "checkbox";
+    const typed = single ? input.value : [...field.querySelectorAll("input:checked")].some((one) => one.value);
+    if (single && input.tagName !== "SELECT") input.placeholder = below;
+    else field.querySelector(".value").textContent = typed ? "" : below;
+    field.querySelector(".origin").textContent = origin;
+    const chosen = field.querySelector(".decided");
+    chosen.textContent = decided ? `→ ${decided}` : "";
+    chosen.title = reason;
+    field.querySelector(".wrong-text").textContent = problems.join(" ");
+    field.classList.toggle("wrong", problems.length > 0);
+    for (const one of field.querySelectorAll("input, select, textarea")) {
+      if (problems.length) one.setAttribute("aria-invalid", "true"); else one.removeAttribute("aria-invalid");
+    }
+  }
+
+  function apply() {
+    const element = document.getElementById("notes");
+    const next = JSON.parse(element.dataset.notes);
+    for (const [key, value] of Object.entries(next)) {
+      if (!shown || JSON.stringify(shown[key]) !== JSON.stringify(value)) note(key, value);
+    }
+    shown = next;
+    form.classList.remove("failed");
+    const wrong = Object.values(next).flatMap((value) => value[4]);
+    const text = wrong.length ? wrong.join(" ") : element.dataset.say;
+    if (text !== lastSaid) window.studio.say(text);
+    lastSaid = text;
+  }
+
+  document.addEventListener("htmx:after:swap", () => { if (document.getElementById("notes")) apply(); });
+  document.addEventListener("htmx:error", () => form.classList.add("failed"));
+  // of these fields no plan depends
+  for (const name of ["input", "change"]) {
+    form.addEventListener(name, (event) => {
+      if (event.target.closest("[data-quiet]")) event.stopPropagation();
+      else if (name === "change" && event.target.closest("[data-reload]")) form.submit();
+    }, true);
+  }
+  form.addEventListener("dragover", (event) => { if (event.target.closest("[data-drop]")) event.preventDefault(); });
+  form.addEventListener("drop", async (event) => {
+    const field = event.target.closest("[data-drop]"), file = event.dataTransfer.files[0];
+    if (!field || !file) return;
+    event.preventDefault();
+    field.value = await file.text();
+    field.dispatchEvent(new Event("input", {bubbles: true}));
+  });
+})();

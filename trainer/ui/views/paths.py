@@ -1,0 +1,98 @@
+"""Paths that are typed in a form: relative ones lie below the studio's roots, and none leaves them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.config.reading.load import Loaded
+from trainer.errors import Problem
+from trainer.ui import forms
+from trainer.ui.studio import Studio
+
+MODEL = "model.pretrained_model_name_or_path"
+_ROOTS = {"output_dir": "runs", "lora.init_from": "runs", "checkpoint": "runs", "model": "models"}
+"""Keys and sections whose paths lie below another root than that of data sets."""
+_MOST_NAMED = 200
+"""Folders that a field offers."""
+_TEXTS = (MODEL, "validation.clip_model", "validation.dinov2_model", "data.chat_template")
+"""Keys whose text may be a path, or a name."""
+
+
+def root_name(key: str) -> str:
+    """The root that relative paths of a key lie below: `runs`, `models` or `data`."""
+    return _ROOTS.get(key) or _ROOTS.get(key.partition(".")[0], "data")
+
+
+def root_of(studio: Studio, key: str) -> Path:
+    """The folder of `root_name`."""
+    return {"runs": studio.runs, "models": studio.models, "data": studio.data}[root_name(key)]
+
+
+def folders(studio: Studio) -> Mapping[str, tuple[str, ...]]:
+    """Names of the folders right below the roots of base models and of data sets."""
+    return {name: _names(root) for name, root in (("models", studio.models), ("data", studio.data))}
+
+
+def _names(root: Path) -> tuple[str, ...]:
+    if not root.is_dir():
+        return ()
+    found = sorted(one.name for one in root.iterdir() if one.is_dir() and not one.name.startswith("."))
+    return tuple(found[:_MOST_NAMED])
+
+
+def takes_folder(field: forms.Field) -> bool:
+    """True for fields whose value may be a folder of base models or of pictures."""
+    return field.key == MODEL or field.key.endswith((".img_dir", ".control_dir", ".mask_dir"))
+
+
+def placed(studio: Studio, form: Sequence[forms.Section], typed: Mapping[str, str]) -> Mapping[str, str]:
+    """Texts of fields, with relative paths put below their root; a base model's only where it is there."""
+    found = dict(typed)
+    for one in (one for section in form for one in section.fields):
+        text = typed.get(one.key, "").strip()
+        if not text or text in (*one.words, "~", "null") or text.startswith(("/", "~", "[")):
+            continue
+        path = root_of(studio, one.key) / text
+        if one.kind == "path" or (one.key == MODEL and path.is_dir()):
+            found[one.key] = str(path)
+    return found
+
+
+def outside(studio: Studio, form: Sequence[forms.Section], loaded: Loaded, trusted: str) -> Iterator[Problem]:
+    """A problem for each path that leaves the studio's roots; those whose source begins with `trusted` may.
+    Nothing is trusted where that is empty.
+
+    A run's folder lies below the root of runs, all others below any of them.
+    """
+    roots = [root.resolve() for root in (studio.runs, studio.data, studio.models)]
+    for key in (one.key for section in form for one in section.fields):
+        source = loaded.sources.get(key, "default")
+        if source == "default" or source.startswith(("family ", "preset ", *filter(None, [trusted]))):
+            continue
+        for path in _paths(forms.value_at(loaded.config, key), key):
+            resolved = path.expanduser().resolve()
+            allowed = roots[:1] if key == "output_dir" else roots
+            if not any(resolved.is_relative_to(root) and resolved != root for root in allowed):
+                yield Problem(
+                    what=f"`{key}`: {path} is outside of the studio's folders",
+                    where=source,
+                    remedy=f"name a place below {root_of(studio, key)}",
+                )
+
+
+def _paths(value: Any, key: str) -> Iterator[Path]:
+    """Paths in a value; a text of some keys is one where it is written like one."""
+    if isinstance(value, Path):
+        yield value
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from _paths(one, key)
+    elif isinstance(value, str) and key in _TEXTS and _is_path(value):
+        yield Path(value)
+
+
+def _is_path(text: str) -> bool:
+    """True for a text that is no name: a repository's has one slash, and no dots for a part."""
+    return text.startswith(("/", "~")) or ".." in text.split("/") or text.endswith(".jinja")
