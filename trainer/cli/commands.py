@@ -41,6 +41,7 @@ COMMANDS: dict[str, Row] = {
     "doctor": Row(
         target="trainer.cli.doctor:doctor", summary="Judge files of other trainers, and this place."
     ),
+    "ui": Row(target="trainer.cli.ui:ui", summary="Open the studio: runs and plans in a browser."),
     "health": Row(target="trainer.cli.health:health", summary="Say whether the run is alive."),
     "preflight": Row(target="trainer.cli.preflight:preflight", summary="Check a container before a command."),
 }

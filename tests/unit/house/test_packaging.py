@@ -19,7 +19,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["
 DIRECT = [Requirement(text) for text in PROJECT["dependencies"]]
 OPTIONAL = [
     Requirement(text)
-    for extra in ("dev", "parquet", "plots", "tiny-base")
+    for extra in ("dev", "ui", "parquet", "plots", "tiny-base")
     for text in PROJECT["optional-dependencies"][extra]
 ]
 MAKE_TARGETS = [

@@ -28,6 +28,7 @@ TORCH_FREE = (
         "planning",
         "container",
         "doctor",
+        "ui",
     ),
 )
 MOST_MODULES = 14
@@ -119,7 +120,7 @@ def test_floors_hold() -> None:
     command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
-    assert "4 kept, 0 broken" in result.stdout
+    assert "5 kept, 0 broken" in result.stdout
 
 
 def test_torch_free_floors_import_no_model_library() -> None:

@@ -1,0 +1,64 @@
+"""`trainer ui`, the studio: pages in a browser, on this machine alone unless told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from trainer.cli.options import GivenPath
+from trainer.cli.output import shown_below_options
+from trainer.errors import ConfigError
+
+DEFAULT_PORT = 8660
+_PACKAGES = ("starlette", "uvicorn", "jinja2")
+_FOLDER = GivenPath(file_okay=False)
+
+
+@shown_below_options
+@click.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=DEFAULT_PORT, show_default=True, help="Its port."
+)
+@click.option(
+    "--allow-host", "allowed", metavar="NAME", multiple=True, help="Another name that it is asked by."
+)
+@click.option("--runs", type=_FOLDER, default="runs", show_default=True, help="Folder below which runs lie.")
+@click.option("--data", type=_FOLDER, default="data", show_default=True, help="Folder of data sets.")
+@click.option("--models", type=_FOLDER, default="models", show_default=True, help="Folder of base models.")
+@click.option("--folder", type=_FOLDER, help="Folder of token and sessions.  [default: RUNS/.studio]")
+def ui(
+    host: str, port: int, allowed: tuple[str, ...], runs: Path, data: Path, models: Path, folder: Path | None
+) -> None:
+    """Open the studio: runs, plans and data sets as pages in a browser.
+    \f
+    Examples:
+      trainer ui
+      trainer ui --runs /output --data /data --port 0
+
+    The first start prints a link with a token, which opens a session; later the token lies in its folder.
+    No other address is ever asked. Runs are processes of their own, and outlive the studio.
+    """
+    try:
+        from trainer.ui.serve import serve
+    except ModuleNotFoundError as error:
+        if error.name not in _PACKAGES:
+            raise
+        from trainer.words import extras
+
+        what = f"the package {error.name} is not installed"
+        raise ConfigError(what, where="trainer ui", remedy=extras.remedy("ui")) from error
+    from trainer.config import environment
+    from trainer.ui.studio import Studio
+
+    root = runs.absolute()
+    studio = Studio(
+        folder=(folder or root / ".studio").absolute(),
+        runs=root,
+        data=data.absolute(),
+        models=models.absolute(),
+        runtime=environment.runtime_dir(),
+    )
+    # the link is no output that `say` would clean of secrets: it is made to be copied
+    serve(studio, host=host, port=port, allowed=allowed, tell=click.echo)

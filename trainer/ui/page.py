@@ -1,0 +1,92 @@
+"""Templates rendered into responses: autoescaped, without secrets."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import html
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
+
+from trainer import __version__
+from trainer.config import environment
+from trainer.config.secrets import names_secret, redacted
+from trainer.ui.guard import HEADERS
+from trainer.words.sizes import gib
+
+TEMPLATES = Path(__file__).with_name("templates")
+STATIC = Path(__file__).with_name("static")
+THEME_COOKIE = "theme"
+THEMES = ("auto", "light", "dark")
+NAV = (
+    ("/", "Runs", "g r"),
+    ("/new", "New run", "g n"),
+    ("/data", "Data sets", "g d"),
+    ("/compare", "Compare", "g c"),
+    ("/try", "Try", "g t"),
+    ("/settings", "Settings", "g s"),
+)
+"""Path, name and keys of the pages in the bar; those that no route has yet are left out."""
+
+
+def render(request: Request, name: str, *, status_code: int = 200, **context: Any) -> HTMLResponse:
+    """The page of a template: `csrf`, `theme`, `nav` and `path` are there besides `context`.
+
+    Every value is escaped; secrets are hidden, as in all that the trainer prints.
+    """
+    theme = request.cookies.get(THEME_COOKIE, THEMES[0])
+    session = request.scope.get("state", {}).get("session")
+    paths = {route.path for route in request.app.routes}
+    text = templates().get_template(name).render(
+        csrf=session.csrf if session else "",
+        logged_in=session is not None,
+        theme=theme if theme in THEMES else THEMES[0],
+        themes=THEMES,
+        nav=[row for row in NAV if row[0] in paths],
+        path=request.url.path,
+        version=__version__,
+        **context,
+    )  # fmt: skip
+    return HTMLResponse(without_secrets(text), status_code=status_code, headers=dict(HEADERS))
+
+
+def without_secrets(text: str) -> str:
+    """HTML without secrets, whether or not they were escaped."""
+    environ = environment.snapshot()
+    escaped = {f"HTML_{name}": html.escape(value) for name, value in environ.items() if names_secret(name)}
+    return redacted(text, {**environ, **escaped})
+
+
+@functools.cache
+def templates() -> jinja2.Environment:
+    """The environment of all templates; a name that a template misspells is an error."""
+    loaded = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    loaded.filters |= {"size": gib, "duration": duration, "moment": moment}
+    return loaded
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: `45 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    minutes = whole // 60
+    if minutes < 60:
+        return f"{minutes} min"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def moment(unix_seconds: float) -> str:
+    """A time of this machine's clock, in its zone: `2026-11-27 16:05`."""
+    return datetime.datetime.fromtimestamp(unix_seconds).strftime("%Y-%m-%d %H:%M")

@@ -1,0 +1,110 @@
+"""The studio's process: its port, its lock, and the link that opens it."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from trainer.config.environment import LOOPBACK
+from trainer.errors import ConfigError, Problem
+from trainer.telemetry import locks
+from trainer.ui.access import TOKEN_FILE, Access
+from trainer.ui.app import LOOPBACK_HOSTS, create_app
+from trainer.ui.studio import Studio
+
+LOCK_FILE = "lock"
+_MOST_REQUESTS = 256
+_LAST_SECONDS = 2
+
+
+def serve(
+    studio: Studio, *, host: str, port: int, allowed: tuple[str, ...], tell: Callable[[str], None]
+) -> None:
+    """Answer on `host` and `port` until SIGTERM or Ctrl-C; `tell` gets the lines for people.
+
+    `allowed` are further names by which it may be asked. Port 0 takes a free one. Raises ConfigError where
+    the port cannot be had, the token cannot be used, or another studio has the folder.
+    """
+    with _bound(host, port) as listening:
+        access = Access(studio.folder)
+        taken = Problem(
+            what="another studio uses this folder", where=str(studio.folder), remedy="end it, or name another"
+        )
+        with locks.holding(
+            studio.folder / LOCK_FILE, supervisor=os.getpid(), taken=taken, on_wait=lambda text: None
+        ):
+            for line in greeting(studio, access, host=host, port=listening.getsockname()[1]):
+                tell(line)
+            config = uvicorn.Config(
+                create_app(studio, access=access, hosts=LOOPBACK_HOSTS | named(host) | frozenset(allowed)),
+                http="h11",
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                limit_concurrency=_MOST_REQUESTS,
+                timeout_graceful_shutdown=_LAST_SECONDS,
+            )
+            uvicorn.Server(config).run(sockets=[listening])
+
+
+def greeting(studio: Studio, access: Access, *, host: str, port: int) -> list[str]:
+    """Lines that a start prints: the address, the token where it was made now, else where it lies; for an
+    address that others reach, what they can read.
+    """
+    name = LOOPBACK if is_everywhere(host) else f"[{host}]" if ":" in host else host
+    url = f"http://{name}:{port}/login"
+    if access.made:
+        lines = [f"studio: {url}#token={access.token}", "this link opens a session; it is shown once"]
+    else:
+        lines = [f"studio: {url}", f"the token is in {studio.folder / TOKEN_FILE}"]
+    if not is_loopback(host):
+        lines.append(
+            f"warning: {host} is not this machine alone, and there is no TLS: anyone on the path reads the"
+            " token. Publish the port on the host's loopback address, or put a proxy with TLS before it"
+        )
+    return lines
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address of this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_everywhere(host: str) -> bool:
+    """True for the address that stands for all of a machine's."""
+    return host in ("0.0.0.0", "::")
+
+
+def named(host: str) -> frozenset[str]:
+    """The name of a request's Host for the address that is listened on; none for all addresses."""
+    return frozenset() if is_everywhere(host) else frozenset({f"[{host}]" if ":" in host else host})
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+    except (OSError, OverflowError) as error:
+        remedy = f"write {LOOPBACK} for this machine alone, and a port up to 65535"
+        raise ConfigError(f"cannot listen there: {error}", where=f"{host}:{port}", remedy=remedy) from error
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen()
+    except OSError as error:
+        listening.close()
+        remedy = "choose another port with --port, or 0 for a free one"
+        what = f"cannot listen there: {error.strerror}"
+        raise ConfigError(what, where=f"{host}:{port}", remedy=remedy) from error
+    return listening

@@ -1,0 +1,36 @@
+// Keys, and the one live region. Every page works without this file.
+"use strict";
+(() => {
+  const typing = (element) => element.closest("input, textarea, select, [contenteditable], dialog");
+  const rows = () => [...document.querySelectorAll("[data-row]")];
+  let first = "";
+
+  function step(by) {
+    const all = rows();
+    if (!all.length) return;
+    const here = all.indexOf(document.activeElement);
+    all[Math.min(all.length - 1, Math.max(0, here < 0 ? 0 : here + by))].focus();
+  }
+
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || typing(event.target)) return;
+    const key = event.key, was = first;
+    first = key === "g" ? key : "";
+    if (was) {
+      const link = document.querySelector(`[data-keys="g ${CSS.escape(key)}"]`);
+      if (link) location.assign(link.href);
+    } else if (key === "j" || key === "k") {
+      step(key === "j" ? 1 : -1);
+    } else if (key === "/") {
+      const search = document.querySelector("[data-search]");
+      if (search) { event.preventDefault(); search.focus(); }
+    } else if (key === "?") {
+      document.getElementById("keys")?.showModal();
+    }
+  });
+
+  // say(text): for screen readers, in the page's one live region
+  window.studio = {
+    say(text) { document.getElementById("live").textContent = text; },
+  };
+})();
