@@ -40,6 +40,8 @@ class Captioned:
     controls: tuple[Path, ...]
     masks: tuple[Path, ...]
     """One, or none."""
+    caption_from: str = ""
+    """File of the caption, of metadata with its row, also of one that cannot be used; empty where none is."""
 
 
 @dataclass(kw_only=True)
@@ -126,7 +128,8 @@ def _list_set(
     listing, metadata, metadata_problems, pairs = read_set(one, one.img_dir, apart, counts)
     masks = pair_stems(listing, (one.mask_dir,) if one.mask_dir is not None else (), "mask")
     own_masks = its_own(masks.found, "mask", "name a folder of masks in data.sets.mask_dir")
-    captions, caption_problems = _captions(listing, metadata)
+    sidecars = {listing.stem(path): path for path in listing.captions}
+    captions, caption_problems = _captions(listing, metadata, sidecars)
     problems = [*listing.problems, *metadata_problems, *caption_problems, *pairs.problems]
     problems += [*masks.problems, *own_masks]
     found.problems += {(problem.what, problem.where): problem for problem in problems}.values()
@@ -140,6 +143,7 @@ def _list_set(
             caption=captions.get(image, ""),
             controls=pairs.found.get(image, ()),
             masks=masks.found.get(image, ()),
+            caption_from=str(sidecars.get(listing.stem(image)) or metadata.named.get(listing.key(image), "")),
         )
         found.images.append(item)
         files = (image, *item.controls, *item.masks)
@@ -157,10 +161,11 @@ def _list_set(
             found.spoils[str(path)] += by_stem.get(listing.stem(path), ())
 
 
-def _captions(listing: Listing, metadata: Metadata) -> tuple[dict[Path, str], list[Problem]]:
+def _captions(
+    listing: Listing, metadata: Metadata, sidecars: Mapping[str, Path]
+) -> tuple[dict[Path, str], list[Problem]]:
     """The caption of every image that has exactly one, and a problem for every other one."""
     problems: list[Problem] = []
-    sidecars = {listing.stem(path): path for path in listing.captions}
     captions: dict[Path, str] = {}
     names = {one_form(name): name for name in listing.names}
     for image in listing.images:

@@ -1,0 +1,186 @@
+"""Data sets as they were looked at last: pictures with captions, buckets and problems, kept as JSON."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from trainer import families
+from trainer.config.schema import DataSection
+from trainer.errors import HardwareError
+from trainer.families.family import Family
+from trainer.files import atomic, codec
+from trainer.planning.epochs import BYTES_A_TOKEN
+from trainer.ui.datasets.places import Place
+from trainer.ui.studio import UnknownIdError, identifier
+
+SETTINGS_NAME, SNAPSHOT_NAME = "settings.json", "snapshot.json"
+SUMMARY_NAME, PROGRESS_NAME = "summary.json", "progress.json"
+Value = TypeVar("Value")
+TOKENS: int = DataSection.model_fields["max_sequence_length"].default
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Answers that buckets and problems depend on, as a run's configuration would give them."""
+
+    family: str
+    resolution: int = DataSection.model_fields["resolution"].default
+    """Side in pixels of the square whose area buckets keep to."""
+    trigger_word: str = ""
+    mask: str = ""
+    """Folder of masks below the root of data sets, or nothing."""
+    controls: tuple[str, ...] = ()
+    """Folders of control images below the root of data sets."""
+
+    @property
+    def model(self) -> Family:
+        """The model family."""
+        return families.get(self.family)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """One picture, whether it can be used or not. Names are relative to the root of data sets."""
+
+    name: str
+    caption: str
+    """On one line, without the trigger word; empty where there is none that can be used."""
+    caption_from: str
+    """File that holds the caption, one of metadata with its row; empty where there is none."""
+    problems: tuple[str, ...] = ()
+    sha256: str = ""
+    """Hash of the file's bytes; empty where it was not decoded, or could not be."""
+    width: int = 0
+    """Pixels after EXIF orientation."""
+    height: int = 0
+    bucket: tuple[int, int] = (0, 0)
+    """Width and height that it is trained at."""
+    crop: tuple[float, float, float, float] = (0, 0, 0, 0)
+    """Left, top, right and bottom in the picture's pixels of the part that is trained on."""
+    copy_of: str = ""
+    """Name of the first picture with the same bytes."""
+    mask: str = ""
+    controls: tuple[str, ...] = ()
+
+    @property
+    def enlarged(self) -> float:
+        """Factor by which the trained part is enlarged for its bucket; below 1 it is made smaller."""
+        return self.bucket[0] / (self.crop[2] - self.crop[0]) if self.sha256 else 1.0
+
+    def is_long(self, tokens: int) -> bool:
+        """True if the caption is likely to have more than so many tokens."""
+        return len(self.caption.encode()) > tokens * BYTES_A_TOKEN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Everything that a look at a data set found."""
+
+    settings: Settings
+    complete: bool = False
+    """Whether the pictures were opened, not only listed."""
+    asked: int = 0
+    """Nanoseconds: which request to look it answers."""
+    pictures: tuple[Picture, ...] = ()
+    strays: tuple[tuple[str, str], ...] = ()
+    """Files that are no picture, and what is wrong with each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Numbers of a snapshot."""
+
+    pictures: int
+    unusable: int
+    """Pictures with a problem."""
+    strays: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Pictures that a look has opened so far, and all of them."""
+
+    done: int
+    total: int
+
+
+def picture_families() -> list[Family]:
+    """Families that are trained on pictures."""
+    found = [families.get(name) for name in families.names()]
+    return [family for family in found if family.sample_kind == "image"]
+
+
+def read_settings(place: Place) -> Settings:
+    """Settings of a data set; those of a plain one where none were made, or by another version."""
+    return _kept(Settings, place.state / SETTINGS_NAME) or Settings(family=picture_families()[0].name)
+
+
+def write_settings(place: Place, settings: Settings) -> None:
+    """Keep the settings. Raises StorageError."""
+    place.state.mkdir(parents=True, exist_ok=True)
+    atomic.write_text(place.state / SETTINGS_NAME, codec.to_json(settings))
+
+
+def read_snapshot(place: Place) -> Snapshot | None:
+    """Latest look at a data set; None where there was none, or by another version."""
+    path = place.state / SNAPSHOT_NAME
+    try:
+        return _snapshot(path, path.stat().st_mtime_ns)
+    except FileNotFoundError:
+        return None
+
+
+def pictures_by_id(place: Place) -> Mapping[str, Picture]:
+    """Pictures of the latest look by their ids in URLs, in order of name."""
+    path = place.state / SNAPSHOT_NAME
+    try:
+        return _by_id(place.root, path, path.stat().st_mtime_ns)
+    except FileNotFoundError:
+        return {}
+
+
+def picture_of(place: Place, given: str) -> Picture:
+    """The picture of an id. Raises UnknownIdError."""
+    found = pictures_by_id(place).get(given)
+    if found is None:
+        raise UnknownIdError(given)
+    return found
+
+
+def read_summary(place: Place) -> Summary | None:
+    """Numbers of the latest look; None where there was none."""
+    return _kept(Summary, place.state / SUMMARY_NAME)
+
+
+def read_progress(place: Place) -> Progress | None:
+    """Progress of the look that goes on, or of the last one."""
+    return _kept(Progress, place.state / PROGRESS_NAME)
+
+
+def keep(place: Place, name: str, value: object) -> None:
+    """Write a value under one of the names above; other processes never see half of it."""
+    atomic.write_text(place.state / name, codec.to_json(value), sync=False)
+
+
+@functools.lru_cache(maxsize=4)
+def _snapshot(path: Path, changed: int) -> Snapshot | None:
+    """A snapshot, read once as long as its file is the same."""
+    return _kept(Snapshot, path)
+
+
+@functools.lru_cache(maxsize=4)
+def _by_id(root: Path, path: Path, changed: int) -> Mapping[str, Picture]:
+    snapshot = _snapshot(path, changed)
+    return {identifier(root, root / one.name): one for one in snapshot.pictures} if snapshot else {}
+
+
+def _kept(kind: type[Value], path: Path) -> Value | None:
+    """The value in a file of the studio's own; None where there is none, or of another version."""
+    try:
+        return codec.from_json(kind, path.read_text(), str(path))
+    except (FileNotFoundError, HardwareError):
+        return None
