@@ -17,12 +17,13 @@ from trainer.errors import MEANING, TrainerError
 from trainer.ui.access import Access
 from trainer.ui.guard import Guard
 from trainer.ui.page import STATIC, render
-from trainer.ui.pages import login, runs
+from trainer.ui.pages import dataset, login, runs
 from trainer.ui.studio import Studio, UnknownIdError
 
 PAGES: Sequence[Callable[[Studio], Sequence[BaseRoute]]] = (
     login.routes,
     runs.routes,
+    dataset.routes,
 )
 """Routes of each page; a new page is a row."""
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})

@@ -66,6 +66,14 @@ def note_request(place: Place) -> None:
     atomic.write_text(place.state / _ASKED_NAME, str(time.time_ns()), sync=False)
 
 
+def last_request(place: Place) -> int:
+    """When a look was asked for last, in Unix nanoseconds; 0 where none was."""
+    try:
+        return int((place.state / _ASKED_NAME).read_text())
+    except FileNotFoundError:
+        return 0
+
+
 def is_looking(place: Place) -> bool:
     """True while a worker looks at the data set."""
     return is_held(place.state / _LOCK_NAME) is True
@@ -90,7 +98,7 @@ def look(place: Place) -> None:
     """Look at a data set until no newer request is there, and write its snapshot."""
     (place.state / _LOCK_NAME).touch()
     done = -1
-    while (asked := int((place.state / _ASKED_NAME).read_text())) > done:
+    while (asked := last_request(place)) > done:
         with (place.state / _LOCK_NAME).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             before = snapshot.read_snapshot(place)

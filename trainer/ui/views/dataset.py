@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from trainer.ui.studio import Studio, identifier
 TILES = 60
 """Pictures of one page of the grid."""
 STRAYS_SHOWN = 50
+_START_NANOSECONDS = 30 * 10**9
+"""Time in which a worker has begun, on a busy machine too."""
 FILTERS: Mapping[str, tuple[str, Callable[[Picture, int], bool]]] = {
     "all": ("All", lambda one, tokens: True),
     "problems": ("Problems", lambda one, tokens: bool(one.problems)),
@@ -55,6 +58,22 @@ class Row:
     """None where it was not looked at yet."""
     is_looking: bool
     writable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookView:
+    """Looks at a data set: the last one, and one that goes on."""
+
+    set_id: str
+    looked: bool
+    """Whether there was a look that opened all pictures."""
+    is_looking: bool
+    """Whether one goes on, or is about to."""
+    failed: bool
+    """Whether one was asked for and ended without an answer."""
+    is_old: bool
+    """Whether files came, went or were renamed in the folder since it was last looked at."""
+    progress: Progress | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +113,7 @@ class DatasetView:
     """Names and titles of families that are trained on pictures."""
     folders: Sequence[tuple[str, str]]
     """Ids and names of folders in which masks or control images may lie."""
-    looked: bool
-    """Whether there was a look that opened all pictures."""
-    is_looking: bool
-    progress: Progress | None
+    look: LookView
     counts: Mapping[str, int]
     """Pictures by filter."""
     bars: Sequence[Bar]
@@ -170,6 +186,23 @@ def datasets_view(studio: Studio) -> list[Row]:
     ]
 
 
+def look_view(studio: Studio, given: str) -> LookView:
+    """The looks at one data set. Raises UnknownIdError."""
+    place = place_of(studio, given)
+    snapshot, asked = read_snapshot(place), worker.last_request(place)
+    is_open = asked > (snapshot.asked if snapshot else 0)
+    is_new = asked > time.time_ns() - _START_NANOSECONDS
+    is_looking = worker.is_looking(place) or (is_open and is_new)
+    return LookView(
+        set_id=place.id,
+        looked=snapshot is not None and snapshot.complete,
+        is_looking=is_looking,
+        failed=is_open and not is_looking,
+        is_old=snapshot is None or snapshot.asked < place.folder.stat().st_mtime_ns,
+        progress=read_progress(place) if is_looking else None,
+    )
+
+
 def dataset_view(
     studio: Studio, given: str, *, show: str = "all", search: str = "", bucket: str = "", page: int = 1
 ) -> DatasetView:
@@ -195,9 +228,7 @@ def dataset_view(
         settings=settings,
         families=[(family.name, family.title) for family in picture_families()],
         folders=[(identifier(studio.data, studio.data / name), name) for name in folders(studio.data)],
-        looked=snapshot is not None and snapshot.complete,
-        is_looking=worker.is_looking(place),
-        progress=read_progress(place),
+        look=look_view(studio, given),
         counts={
             name: sum(test(one, tokens) for one in pictures.values()) for name, (_, test) in FILTERS.items()
         },
