@@ -33,7 +33,8 @@ RESERVE_BYTES = GIB
 """Space that uploads leave free on the disk."""
 _LOOK_BYTES = 16 * 1024**2
 _MOST_FIELD_BYTES = 1024
-_MOST_NAME_LETTERS = 100
+_MOST_NAME_BYTES = 160
+"""Of a name without its suffix; systems take 255 with it, and a number is added to some."""
 _NOT_ALLOWED = re.compile(r"[^\w .,()@+=~-]+")
 Existing = Literal["keep", "replace", "skip"]
 
@@ -55,7 +56,8 @@ def stored_name(given: str) -> str:
     """
     last = re.split(r"[/\\]", unicodedata.normalize("NFC", given))[-1]
     path = PurePosixPath(_NOT_ALLOWED.sub("_", last).strip(" ."))
-    return path.stem[:_MOST_NAME_LETTERS].rstrip(" .") + path.suffix[:10] if path.name else ""
+    stem = path.stem.encode()[:_MOST_NAME_BYTES].decode(errors="ignore").rstrip(" .")
+    return stem + path.suffix[:10] if stem else ""
 
 
 class Upload:
