@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import signal
@@ -19,16 +20,18 @@ from trainer.config import environment, launchers
 from trainer.config.interpreter import python, with_safe_path
 from trainer.config.launchers import Launch
 from trainer.config.reading.load import Loaded
+from trainer.config.schema import RunConfig
 from trainer.engine.spec import SPEC_FILE, Job, Mode, Spec, read_spec, write_spec
-from trainer.errors import ConfigError, ExitCode, HardwareError, Problem, StoppedError
+from trainer.errors import ConfigError, ExitCode, HardwareError, Problem, StoppedError, StorageError
 from trainer.files import codec
 from trainer.machine.facts import Facts
 from trainer.planning import planning
 from trainer.planning.plan import Plan
 from trainer.telemetry.locks import is_held
-from trainer.telemetry.status import BUDGET_SECONDS, Phase
+from trainer.telemetry.run_folder import process
+from trainer.telemetry.status import BUDGET_SECONDS, Phase, rank_folders
 from trainer.telemetry.stop import die_with_parent
-from trainer.telemetry.supervising import server, supervisor
+from trainer.telemetry.supervising import runtime_folder, server, supervisor
 from trainer.telemetry.supervising.jobfolder import job_folder, named_folder
 
 _FLASH_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
@@ -82,7 +85,22 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
             address=environment.metrics_address(),
             unified_memory=any(gpu.integrated for gpu in facts.gpus),
             on_ready=(folder / _READY_FILE).touch,
+            on_end=functools.partial(_on_end, loaded.config, job, runtime_dir),
         )
+
+
+def _on_end(config: RunConfig, job: Job, runtime_dir: Path, exit_code: int, cause: str) -> None:
+    """Record in the run's folder how it ended."""
+    if job.mode != "train":
+        return
+    errors = [process.read_error(folder) for folder in rank_folders(runtime_dir)]
+    problems = next(filter(None, errors), ()) if exit_code else ()
+    try:
+        process.end(
+            config.output_dir, supervisor=os.getpid(), exit_code=exit_code, cause=cause, problems=problems
+        )
+    except StorageError as error:  # the exit code is worth more than its note
+        say(str(error), err=True)
 
 
 def follow_job(launch: Launch, mode: Mode) -> int:
@@ -195,7 +213,7 @@ def require_startable(loaded: Loaded, *, port: int | None = None, writes_run: bo
 
     Another run has the port or the runtime folder, or with `writes_run` the output folder cannot be written.
     """
-    supervisor.require_free(environment.make_runtime_dir())
+    runtime_folder.require_free(environment.make_runtime_dir())
     server.require_free(port, environment.metrics_address())
     if writes_run:
         require_writable_folder(loaded.config.output_dir, loaded.sources["output_dir"])

@@ -62,7 +62,7 @@ def list_runs(folders: tuple[Path, ...], as_csv: bool, plot: Path | None) -> Non
 @click.argument("folder", metavar="RUN", type=_PATH)
 @click.option("--csv", "as_csv", is_flag=True, help="Print the rounds of validation as CSV.")
 def show(folder: Path, as_csv: bool) -> None:
-    """Show one run: its figures, and held-out loss and metrics of previews of each round of validation.
+    """Show one run: its figures, how it goes or ended, its files, and each round of validation.
     \f
     Examples:
       trainer runs show runs/my-lora
@@ -83,8 +83,7 @@ def show(folder: Path, as_csv: bool) -> None:
         for step, values in run.rounds.items()
     ]
     if not as_csv:
-        figures = [[name, value] for name, value in run.figures.items() if value]
-        _print([["run", str(run.folder)], *figures], as_csv=False)
+        _print([["run", str(run.folder)], *_shown(run)], as_csv=False)
         say(f"{run.early_stop}\n" if run.early_stop else "")
     if run.rounds:
         _print(rows, as_csv=as_csv)
@@ -108,6 +107,25 @@ def compare(folders: tuple[Path, ...], as_csv: bool, plot: Path | None) -> None:
     rows += [[column, *(run.figures[column] for run in found)] for column in found[0].figures]
     _print(rows, as_csv=as_csv)
     _plot(found, plot)
+
+
+def _shown(run: Run) -> list[list[str]]:
+    """Rows of `trainer runs show`: figures, how the run goes or ended, checkpoints and LoRA files."""
+    from trainer.words.sizes import GIB
+
+    rows = dict(run.figures)
+    if run.health is not None:
+        rows["now"] = run.health.reason
+    if run.end is not None:
+        rows["exit"] = f"{rows['exit']}: {run.end.meaning}"
+        rows["cause"] = run.end.cause
+    if run.checkpoints:
+        names = ", ".join(one.folder.name for one in run.checkpoints)
+        rows["checkpoints"] = f"{names} ({sum(one.bytes for one in run.checkpoints) / GIB:.3g} GiB)"
+    shown = [[name, value] for name, value in rows.items() if value]
+    loras = [file.path for one in run.checkpoints for file in one.lora]
+    loras += [file.path for file in run.files if file.path.match("lora/*.safetensors")]
+    return [*shown, *(["LoRA file", str(path.relative_to(run.folder))] for path in loras)]
 
 
 def _read(folders: Sequence[Path], *, passing_over: bool) -> list[Run]:

@@ -26,6 +26,7 @@ from trainer.files import codec
 from trainer.planning.plan import Plan
 from trainer.telemetry import log
 from trainer.telemetry.progress import bars, silence
+from trainer.telemetry.run_folder.process import write_error
 from trainer.telemetry.rundir import require_no_links
 from trainer.telemetry.status import Phase, StatusWriter, rank_folder
 from trainer.telemetry.stop import StopFlag, die_with_parent
@@ -72,6 +73,7 @@ def main(spec_path: str) -> int:
     except TrainerError as error:
         if rank and _patience(spec):  # mostly what rank 0 finds as well, and says
             status.wait_to_be_ended()
+        write_error(rank_folder(Path(spec.runtime_dir), rank), error)
         logger.error("%s", error, extra={"fields": {"exit_code": int(error.exit_code)}})
         return int(error.exit_code)
     except PeerLostError as error:

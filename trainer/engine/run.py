@@ -44,8 +44,9 @@ from trainer.errors import DataError, DivergedError, EndedTogether, PeerLostErro
 from trainer.files import atomic
 from trainer.modeling.base.source import pinned
 from trainer.modeling.storage.shared_memory import peak_bytes
-from trainer.planning.kept_decisions import PLAN_FILE
 from trainer.telemetry import locks
+from trainer.telemetry.run_folder import process
+from trainer.telemetry.run_folder.plan import PLAN_FILE
 from trainer.telemetry.rundir import LOCK_FILE
 from trainer.telemetry.sinks.records import METRICS_LOG, held_out_line, read_metrics
 from trainer.telemetry.status import Phase
@@ -270,6 +271,8 @@ def _all_damaged(run: state.Run, first: DamagedEntryError) -> DamagedEntryError:
 
 
 def _write_run_files(context: Context, spec: Spec, start: resume.Start) -> None:
+    supervisor = os.getpid() if spec.supervisor_pid is None else spec.supervisor_pid
+    process.begin(context.run_dir, supervisor=supervisor, runtime_dir=Path(spec.runtime_dir))
     record = json.dumps(start.fingerprint, indent=1, sort_keys=True) + "\n"
     atomic.write_text(context.run_dir / resume.RUN_FILE, record)
     config_file = context.run_dir / "config.resolved.yaml"

@@ -15,8 +15,7 @@ from trainer.config.reading.load import Loaded
 from trainer.config.schema import RunConfig, changed
 from trainer.errors import ConfigError
 from trainer.planning.choose.optimizers import STOCHASTIC
-
-PLAN_FILE = "plan.json"
+from trainer.telemetry.run_folder.plan import PLAN_FILE
 
 
 def continued(loaded: Loaded) -> Loaded:

@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from trainer.errors import ConfigError, Problem, StoppedError
@@ -60,7 +60,7 @@ def holding(
         # on a full disk nothing says who holds it, which is what an unknown holder is
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(_place() | {"supervisor": supervisor}).encode(), 0)
+            os.pwrite(descriptor, json.dumps(place() | {"supervisor": supervisor}).encode(), 0)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -105,17 +105,45 @@ def _take(descriptor: int, taken: Problem, on_wait: Callable[[str], None], patie
         time.sleep(_LOOK_SECONDS)
 
 
-def _may_live(descriptor: int) -> bool:
-    """True if the run that holds a lock may go on for long; an unsupervised one does not."""
+def is_held_by(path: Path, holder: Mapping[str, object]) -> bool:
+    """True if the lock file `path` is held, and by `holder`: its `supervisor`, and the `place` of that.
+
+    On a file system without locks the supervisor's process has to be there.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        same = _holder(descriptor) == holder
+    finally:
+        os.close(descriptor)
+    held = is_held(path)
+    if held is None:
+        supervisor = holder["supervisor"]
+        here = all(holder[name] == value for name, value in place().items())
+        held = here and isinstance(supervisor, int) and is_alive(supervisor)
+    return same and held
+
+
+def _holder(descriptor: int) -> dict[str, object] | None:
+    """The words that the last holder of a lock file wrote; None where they are not ours."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
-    except ValueError:
+    except (OSError, ValueError):
+        return None
+    return holder if isinstance(holder, dict) and isinstance(holder.get("supervisor"), int) else None
+
+
+def _may_live(descriptor: int) -> bool:
+    """True if the run that holds a lock may go on for long; an unsupervised one does not."""
+    holder = _holder(descriptor)
+    if holder is None:
         return True  # nothing is known of it
-    if not isinstance(holder, dict) or not isinstance(holder.get("supervisor"), int):
-        return True
-    if any(holder.get(name) != value for name, value in _place().items()):
+    if any(holder.get(name) != value for name, value in place().items()):
         return False  # another machine's or container's: it was sent away, or this run would not be here
-    return is_alive(holder["supervisor"])
+    supervisor = holder["supervisor"]
+    return isinstance(supervisor, int) and is_alive(supervisor)
 
 
 def is_alive(pid: int) -> bool:
@@ -128,7 +156,7 @@ def is_alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
-def _place() -> dict[str, str]:
+def place() -> dict[str, str]:
     """The boot of this machine and its set of processes: only within them process ids can be compared."""
     try:
         return {"boot": boot_id(), "processes": str(_PROCESSES.readlink())}

@@ -13,7 +13,8 @@ _FOLDERS = ("checkpoints", "samples")
 # fmt: off
 _WRITTEN = frozenset((
     *_FOLDERS, LOCK_FILE, "before_after.png", "best", "config.resolved.yaml", "left_out.jsonl", "log.jsonl",
-    "lora", "metrics.jsonl", "model", "plan.json", "run.json", "tensorboard", "wandb", "wandb.id",
+    "lora", "metrics.jsonl", "model", "plan.json", "process.json", "run.json", "tensorboard", "wandb",
+    "wandb.id",
 ))
 # fmt: on
 _MOST_TOLD = 10

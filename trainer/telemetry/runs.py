@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import enum
+import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trainer.config.reading import strict_yaml
 from trainer.config.tree import leaves
 from trainer.errors import ConfigError, DataError
 from trainer.files import atomic
-from trainer.telemetry.locks import is_held
-from trainer.telemetry.rundir import LOCK_FILE
+from trainer.telemetry.run_folder import results
+from trainer.telemetry.run_folder.plan import RecordedPlan, read_plan
+from trainer.telemetry.run_folder.process import PROCESS_FILE, End, Process, end_of, is_running, read_process
+from trainer.telemetry.run_folder.results import Checkpoint, Sample, SavedFile
 from trainer.telemetry.sinks.records import METRICS_LOG, SCORES, held_out_line, read_lines
+from trainer.telemetry.status import Phase, Status, Verdict, read_ranks, verdict_of_ranks
 from trainer.words.sizes import GIB
 
 CONFIG_FILE = "config.resolved.yaml"
+_OF_STEPS = frozenset({Phase.FIRST_STEP, Phase.TRAIN, Phase.SAVE})
+"""Phases whose heartbeat counts optimizer steps."""
 _DEEPEST = 3
 """Levels of folders that are searched below the one that is named."""
+
+
+class State(enum.StrEnum):
+    """State of a run's folder, from its lock and its files; how its last attempt ended is `Run.end`."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    FINISHED_EARLY = "finished early"
+    RESUMABLE = "resumable"
+    BEGUN = "begun"
+    """Nothing was saved yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,19 +46,66 @@ class Run:
 
     folder: Path
     config: Mapping[str, str]
-    """Every value by dotted key, as its file has it."""
+    """Every value by dotted key, as its file has it; empty where the run was refused before it wrote one."""
+    rows: Sequence[Mapping[str, Any]]
+    """Lines of its metrics.jsonl, oldest first: the fields of StepRecord, ValidationRecord, ScoreRecord."""
     losses: Sequence[tuple[int, float]]
     """(step, loss) of every log step, oldest first."""
     held_out: Sequence[tuple[int, float]]
     """(step, loss) of every validation."""
-    figures: Mapping[str, str]
-    """The cells of its row in `trainer runs list`, by column."""
     rounds: Mapping[int, Mapping[str, float]]
     """Held-out loss and metrics of previews of every validation, by step and name; a later line wins."""
     early_stop: str = ""
     """Why it ended before its last planned step; empty where it did not."""
     damaged_lines: int = 0
     """Lines of its metrics that are damaged, and left out."""
+    state: State
+    process: Process | None
+    """The process that trains there, or trained there last; None for runs of older versions."""
+    statuses: Sequence[Status | None] = ()
+    """Heartbeats of its ranks while it runs, rank 0 first; empty where their folder is not seen from here."""
+    health: Verdict | None = None
+    """Judgement of these heartbeats at the time of reading."""
+    end: End | None = None
+    """How its last attempt ended; None while it runs, and where that is not recorded."""
+    plan: RecordedPlan | None
+    samples: tuple[Sample, ...]
+    checkpoints: tuple[Checkpoint, ...]
+    files: tuple[SavedFile, ...]
+    """Results and records that a user takes away."""
+
+    @property
+    def phase(self) -> Phase | None:
+        """The part of its work that it does now; None where it does not run, or is not seen."""
+        return self.statuses[0].phase if self.statuses and self.statuses[0] is not None else None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done: by the heartbeat while it trains, else by the last log step."""
+        status = self.statuses[0] if self.statuses else None
+        if status is not None and status.step is not None and status.phase in _OF_STEPS:
+            return status.step
+        return int(self.last.get("step", 0))
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps of the whole run; None where its configuration does not say."""
+        text = self.config.get("train.max_train_steps", "")
+        return int(text) if text.isascii() and text.isdecimal() else None
+
+    @functools.cached_property
+    def last(self) -> Mapping[str, Any]:
+        """The last log step's line; empty before there is one."""
+        return next((row for row in reversed(self.rows) if "loss" in row), {})
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of every line that has a value of this name, such as `seconds_per_step`."""
+        return _series(self.rows, name)
+
+    @functools.cached_property
+    def figures(self) -> Mapping[str, str]:
+        """The cells of its row in `trainer runs list`, by column; empty where nothing is known."""
+        return _figures(self)
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
@@ -66,7 +133,7 @@ def find_runs(folder: Path, tell: Callable[[str], None]) -> list[Path]:
 
 def is_run(folder: Path) -> bool:
     """True if a run wrote into this folder. Raises PermissionError where that may not be asked."""
-    return (folder / CONFIG_FILE).is_file()
+    return (folder / CONFIG_FILE).is_file() or (folder / PROCESS_FILE).is_file()
 
 
 def _below(folder: Path, depth: int, tell: Callable[[str], None]) -> list[Path]:
@@ -81,34 +148,62 @@ def _below(folder: Path, depth: int, tell: Callable[[str], None]) -> list[Path]:
 
 
 def read_run(folder: Path) -> Run:
-    """The run of a folder; raises DataError where its settings are damaged, StorageError where its losses
-    cannot be read.
+    """All numbers of a run's folder at this moment. Raises DataError where its settings are damaged,
+    StorageError where a file cannot be read.
     """
-    tree, problems = strict_yaml.read(folder / CONFIG_FILE)
+    with atomic.reading_told(folder / METRICS_LOG):
+        found = [row for _, row in read_lines(folder / METRICS_LOG)]
+    rows = [row for row in found if row is not None]
+    process = read_process(folder)
+    running, early = is_running(folder, process), _early_stop(rows)
+    statuses = _statuses(process) if running and process is not None else ()
+    with atomic.reading_told(folder):
+        checkpoints = results.checkpoints(folder)
+        return Run(
+            folder=folder,
+            config=_config(folder),
+            rows=rows,
+            losses=_series(rows, "loss"),
+            held_out=_series(rows, "validation_loss"),
+            rounds=_rounds(rows),
+            early_stop=early,
+            damaged_lines=found.count(None),
+            state=State.RUNNING if running else _state(folder, bool(checkpoints), bool(early)),
+            process=process,
+            statuses=statuses,
+            health=verdict_of_ranks(statuses, time.monotonic()) if statuses else None,
+            end=None if running or process is None else end_of(process),
+            plan=read_plan(folder),
+            samples=results.samples(folder),
+            checkpoints=checkpoints,
+            files=results.files(folder),
+        )
+
+
+def _config(folder: Path) -> dict[str, str]:
+    """Every value by dotted key; none of a run that was refused before it wrote its configuration."""
+    path = folder / CONFIG_FILE
+    if not path.exists():
+        return {}
+    tree, problems = strict_yaml.read(path)
     if tree is None or problems:
-        raise DataError(problems or "the file is empty", where=str(folder / CONFIG_FILE))
+        raise DataError(problems or "the file is empty", where=str(path))
     config: dict[str, str] = {}
     for key in leaves(tree):
         node = tree.get(tuple(key.split(".")))
         if node is not None and not isinstance(node.value, dict | list):
             config[key] = "null" if node.value is None else str(node.value)
-    with atomic.reading_told(folder / METRICS_LOG):
-        found = [row for _, row in read_lines(folder / METRICS_LOG)]
-    rows = [row for row in found if row is not None]
-    losses = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
-    held_out = [
-        (row["step"], row["validation_loss"]) for row in rows if row.get("validation_loss") is not None
-    ]
-    return Run(
-        folder=folder,
-        config=config,
-        losses=losses,
-        held_out=held_out,
-        figures=_figures(folder, config, rows),
-        rounds=_rounds(rows),
-        early_stop=_early_stop(rows),
-        damaged_lines=found.count(None),
-    )
+    return config
+
+
+def _statuses(process: Process) -> list[Status | None]:
+    """Heartbeats of a running process's ranks; none where its runtime folder is not seen from here."""
+    found = read_ranks(Path(process.runtime_dir)) if process.runtime_dir else []
+    return found if any(one is not None for one in found) else []
+
+
+def _series(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
+    return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
 
 
 def _rounds(rows: Sequence[Mapping[str, float]]) -> dict[int, dict[str, float]]:
@@ -126,16 +221,24 @@ def _early_stop(rows: Sequence[Mapping[str, object]]) -> str:
     return str(early[-1]["early_stop"]) if early and early[-1]["step"] == rows[-1]["step"] else ""
 
 
-def _figures(folder: Path, config: Mapping[str, str], rows: Sequence[Mapping[str, float]]) -> dict[str, str]:
+def _state(folder: Path, saved: bool, early: bool) -> State:
+    """State of a folder in which nothing runs."""
+    if results.has_result(folder):
+        return State.FINISHED_EARLY if early else State.FINISHED
+    return State.RESUMABLE if saved else State.BEGUN
+
+
+def _figures(run: Run) -> dict[str, str]:
     """Columns of the table; an empty text where nothing is known."""
-    last: Mapping[str, float] = next((row for row in reversed(rows) if "loss" in row), {})
+    last = run.last
     peak = last.get("device_memory_reserved_peak_bytes", 0)
-    held_out = held_out_line(rows) or ""
+    held_out = held_out_line(run.rows) or ""
     return {
-        "family": config.get("family", ""),
-        "method": config.get("method", ""),
-        "state": _state(folder, rows),
-        "step": f"{last.get('step', 0)}/{_length(config)}",
+        "family": run.config.get("family", ""),
+        "method": run.config.get("method", ""),
+        "state": run.state.value,
+        "exit": "" if run.end is None else "lost" if run.end.exit_code is None else str(run.end.exit_code),
+        "step": f"{run.step}/{_length(run.config)}",
         "loss": _short(last.get("loss")),
         "held-out loss": held_out.removeprefix("held-out loss "),
         "s/step": _short(last.get("seconds_per_step")),
@@ -145,14 +248,6 @@ def _figures(folder: Path, config: Mapping[str, str], rows: Sequence[Mapping[str
         "MFU": f"{last['mfu']:.0%}" if last.get("mfu") is not None else "",
         "peak GiB": f"{peak / GIB:.1f}" if peak else "",
     }
-
-
-def _state(folder: Path, rows: Sequence[Mapping[str, object]]) -> str:
-    if is_held(folder / LOCK_FILE):
-        return "running"
-    if any(folder.glob("lora/*.safetensors")) or any(folder.glob("model/**/*.safetensors")):
-        return "finished early" if _early_stop(rows) else "finished"
-    return "resumable" if any((folder / "checkpoints").glob("step-*")) else "begun"
 
 
 def _length(config: Mapping[str, str]) -> str:

@@ -17,12 +17,14 @@ from trainer.errors import MEANING, TrainerError
 from trainer.ui.access import Access
 from trainer.ui.guard import Guard
 from trainer.ui.page import STATIC, render
-from trainer.ui.pages import dataset, login, runs
+from trainer.ui.pages import dataset, job, login, runs
+from trainer.ui.stream import Seats
 from trainer.ui.studio import Studio, UnknownIdError
 
 PAGES: Sequence[Callable[[Studio], Sequence[BaseRoute]]] = (
     login.routes,
     runs.routes,
+    job.routes,
     dataset.routes,
 )
 """Routes of each page; a new page is a row."""
@@ -57,7 +59,7 @@ def create_app(
             Exception: _bug,
         },
     )
-    app.state.studio, app.state.access = studio, access
+    app.state.studio, app.state.access, app.state.seats = studio, access, Seats()
     return app
 
 

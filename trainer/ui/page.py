@@ -16,6 +16,7 @@ from trainer import __version__
 from trainer.config import environment
 from trainer.config.secrets import names_secret, redacted
 from trainer.ui.guard import HEADERS
+from trainer.ui.views.bar import bar_view
 from trainer.words.sizes import gib
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -38,12 +39,13 @@ def render(request: Request, name: str, *, status_code: int = 200, **context: An
 
     Every value is escaped; secrets are hidden, as in all that the trainer prints.
     """
-    theme = request.cookies.get(THEME_COOKIE, THEMES[0])
     session = request.scope.get("state", {}).get("session")
+    theme = request.cookies.get(THEME_COOKIE, THEMES[0])
     paths = {route.path for route in request.app.routes}
     text = templates().get_template(name).render(
         csrf=session.csrf if session else "",
         logged_in=session is not None,
+        machine=bar_view(request.app.state.studio) if session else None,
         theme=theme if theme in THEMES else THEMES[0],
         themes=THEMES,
         nav=[row for row in NAV if row[0] in paths],
@@ -52,6 +54,13 @@ def render(request: Request, name: str, *, status_code: int = 200, **context: An
         **context,
     )  # fmt: skip
     return HTMLResponse(without_secrets(text), status_code=status_code, headers=dict(HEADERS))
+
+
+def part(request: Request, name: str, **context: Any) -> str:
+    """The HTML of a template that is a part of a page; `csrf` is there besides `context`."""
+    session = request.state.session
+    text = templates().get_template(name).render(csrf=session.csrf if session else "", **context)
+    return without_secrets(text)
 
 
 def without_secrets(text: str) -> str:
@@ -71,8 +80,15 @@ def templates() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    loaded.filters |= {"size": gib, "duration": duration, "moment": moment}
+    loaded.filters |= {"size": size, "duration": duration, "moment": moment}
     return loaded
+
+
+def size(count: float) -> str:
+    """Bytes as text: `812 B`, `14 KiB`, `1.4 MiB`, `23.6 GiB`."""
+    if count < 1 << 10:
+        return f"{count:.0f} B"
+    return f"{count / (1 << 10):.0f} KiB" if count < 1 << 20 else gib(count)
 
 
 def duration(seconds: float) -> str:

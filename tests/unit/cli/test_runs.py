@@ -14,7 +14,9 @@ import pytest
 from PIL import Image
 
 from trainer.cli import main
+from trainer.errors import Problem
 from trainer.telemetry.curves import COLOURS
+from trainer.telemetry.run_folder import process
 
 
 def a_run(folder: Path, *, rank: int, losses: tuple[float | None, ...], finished: bool = True) -> Path:
@@ -55,6 +57,25 @@ def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert first.split()[:5] == ["runs/more/two", "tiny", "lora", "resumable", "20/40"]
     assert second.split()[:6] == ["runs/one", "tiny", "lora", "finished", "40/40", "0.25"]
     assert "2 -> 0.5 (-75 %)" in second and second.split()[-2:] == ["0.5", "3.0"]
+
+
+def test_show_says_how_it_ended_and_names_lora_files(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = folder / "more/two"
+    process.begin(run, supervisor=1, runtime_dir=folder)
+    problem = Problem(what="the host runs out of memory")
+    process.end(run, supervisor=1, exit_code=71, cause="", problems=[problem])
+    (run / "checkpoints/step-000010/lora").mkdir()
+    (run / "checkpoints/step-000010/lora/two.safetensors").touch()
+    assert main(["runs", "show", str(run)]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line)
+    assert rows["exit"] == "71: out of memory, or a memory floor was reached"
+    assert rows["cause"] == "the host runs out of memory"
+    assert rows["checkpoints"].startswith("step-000010 (")
+    assert rows["LoRA"].split() == ["file", "checkpoints/step-000010/lora/two.safetensors"]
+    assert main(["runs", "list", str(folder), "--csv"]) == 0
+    assert [row["exit"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == ["71", ""]
 
 
 def test_csv(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

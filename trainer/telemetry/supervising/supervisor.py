@@ -11,10 +11,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,16 +20,14 @@ from pathlib import Path
 
 import trainer
 from trainer.config.environment import LOOPBACK
-from trainer.config.secrets import shown
-from trainer.errors import PEER_LOST, ConfigError, ExitCode, Problem, StorageError
-from trainer.telemetry import locks, status, stop
-from trainer.telemetry.sinks.metrics import METRICS_FILE
-from trainer.telemetry.status import LOCK_FILE, STATUS_FILE, Phase, StatusWriter, Verdict
+from trainer.errors import PEER_LOST, ConfigError, ExitCode, StorageError
+from trainer.telemetry import status, stop
+from trainer.telemetry.status import Phase, StatusWriter, Verdict
 from trainer.telemetry.supervising import cause_of_death, memory_floor, server
 from trainer.telemetry.supervising.others import Others
+from trainer.telemetry.supervising.runtime_folder import RUNTIME_DIR_VARIABLE, forget, holding, say
 from trainer.telemetry.supervising.signals import collected
 
-RUNTIME_DIR_VARIABLE = "TRAINER_RUNTIME_DIR"
 _TICK_SECONDS = 0.1
 _SAME_KEY_SECONDS = 0.5
 _KILL_PATIENCE_SECONDS = 60.0
@@ -59,6 +55,7 @@ def supervise(
     address: str = LOOPBACK,
     unified_memory: bool,
     on_ready: Callable[[], None] = lambda: None,
+    on_end: Callable[[int, str], None] = lambda exit_code, cause: None,
     meminfo_path: Path = cause_of_death.MEMINFO,
     memory_events_path: Path | None = None,
     limits: Limits = Limits(),
@@ -67,15 +64,16 @@ def supervise(
 
     One process is started in each of `environments`, which are whole; the runtime folder is added. Rank 0 has
     the folder itself for its status and metrics, rank K `rank-K` in it. `port` None: no server. Of more
-    `ranks`, the others' parents call `supervise_one` once `on_ready` was called here.
+    `ranks`, the others' parents call `supervise_one` once `on_ready` was called here. `on_end` is called with
+    the exit code, and the cause where the child has not told it, while the folder is still held.
     SIGTERM and SIGINT ask the child to save and end (75), a second SIGINT kills it (130). One that is silent
     for two phase budgets, or does not end within the save budget after it was asked, is killed (74); one that
     a signal ended gives 71 for an OOM kill, else 128 + signal. Raises ConfigError when the port or the folder
     is taken, StoppedError when a run that was to end keeps the folder.
     """
     runtime_dir.mkdir(parents=True, exist_ok=True)
-    with _holding(runtime_dir) as lock, collected() as received, contextlib.ExitStack() as serving:
-        _forget(runtime_dir)
+    with holding(runtime_dir) as lock, collected() as received, contextlib.ExitStack() as serving:
+        forget(runtime_dir)
         watch = _Watch(
             directory=runtime_dir,
             ranks=ranks or len(environments),
@@ -85,18 +83,18 @@ def supervise(
             memory_events=memory_events_path or cause_of_death.memory_events_path(),
             limits=limits,
         )
-        # The first beat is ours, before the first question: a child that cannot even import is found out too.
-        for rank in range(watch.ranks):
-            StatusWriter(status.rank_folder(runtime_dir, rank), ranks=watch.ranks).beat(Phase.LOAD)
+        watch.beat_first()
         answers = server.serving(port, metrics=watch.metrics_text, health=watch.verdict, address=address)
         try:
             serving.enter_context(answers)
         except ConfigError:  # the port cannot be had: nothing runs
-            _forget(runtime_dir)
+            forget(runtime_dir)
             raise
         on_ready()
         watch.start(command, environments, lock)
-        return watch.run(received)
+        code, cause = watch.run(received)
+        on_end(code, cause)
+        return code
 
 
 def supervise_one(
@@ -123,21 +121,7 @@ def supervise_one(
             limits=limits,
         )
         watch.start(command, [environment], None)
-        return watch.run(received)
-
-
-def _forget(runtime_dir: Path) -> None:
-    """Remove what the ranks of a run left in its runtime folder."""
-    for name in (STATUS_FILE, METRICS_FILE):
-        (runtime_dir / name).unlink(missing_ok=True)
-    for path in status.rank_folders(runtime_dir)[1:]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def require_free(runtime_dir: Path) -> None:
-    """Raise ConfigError when another run has the folder now, after waiting for one that ends."""
-    with _holding(runtime_dir):
-        pass
+        return watch.run(received)[0]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -164,6 +148,11 @@ class _Watch:
     _was_hung: bool = field(default=False, init=False)
     _awake_since: float = field(default=-math.inf, init=False)
     _told_elsewhere: bool = field(default=False, init=False)
+
+    def beat_first(self) -> None:
+        """Beat for each rank before the first question: a child that cannot even import is found out too."""
+        for rank in range(self.ranks):
+            StatusWriter(status.rank_folder(self.directory, rank), ranks=self.ranks).beat(Phase.LOAD)
 
     def start(
         self, command: Sequence[str], environments: Sequence[Mapping[str, str]], lock: int | None
@@ -205,9 +194,9 @@ class _Watch:
             available=cause_of_death.available_bytes(self.meminfo),
         )
 
-    def run(self, received: list[tuple[float, int]]) -> int:
-        """Watch the children to their end; return the exit code. `received` fills with signals and their
-        times.
+    def run(self, received: list[tuple[float, int]]) -> tuple[int, str]:
+        """Watch the children to their end; return the exit code and the cause. `received` fills with signals
+        and their times.
         """
         oom_kills_before = cause_of_death.oom_kills(self.memory_events)
         rank, returncode = self._wait(received)
@@ -228,7 +217,7 @@ class _Watch:
                     self._say(f"rank {number} does not die: it is stuck in the kernel, mostly in a driver")
         with contextlib.suppress(StorageError):  # the exit code is worth more than its note
             status.write_end(status.rank_folder(self.directory, self.first), exit_code=code, cause=cause)
-        return code
+        return code, cause
 
     def _wait(self, received: list[tuple[float, int]]) -> tuple[int, int | None]:
         """Watch until all children have ended well, or the first one otherwise: its rank and what it ended
@@ -357,7 +346,7 @@ class _Watch:
         return cause_of_death.explain_death(-returncode, oom_kills_since_start=oom_kills)
 
     def _say(self, text: str) -> None:
-        _print(text)
+        say(text)
 
 
 def _by_cause(returncode: int) -> int:
@@ -367,27 +356,3 @@ def _by_cause(returncode: int) -> int:
     if returncode == PEER_LOST:
         return 3
     return 0 if returncode < 0 else 1 if returncode in set(ExitCode) else 2
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError):  # a closed terminal or pipe must not end the run
-        print(shown(f"supervisor: {text}"), file=sys.stderr, flush=True)
-
-
-def _holding(runtime_dir: Path) -> contextlib.AbstractContextManager[int]:
-    """Keep two runs out of one runtime folder; gives the lock's descriptor. Raises as `locks.holding`."""
-
-    def on_wait(text: str) -> None:
-        if text:
-            _print(text)
-
-    return locks.holding(
-        runtime_dir / LOCK_FILE,
-        supervisor=os.getpid(),
-        taken=Problem(
-            what=f"{runtime_dir} is used by another run",
-            where=RUNTIME_DIR_VARIABLE,
-            remedy=f"wait for it, or give this run its own folder with {RUNTIME_DIR_VARIABLE}",
-        ),
-        on_wait=on_wait,
-    )

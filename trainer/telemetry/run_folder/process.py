@@ -1,0 +1,186 @@
+"""process.json of a run's folder: the process that trains there, or trained there last, and how it ended.
+
+The training process writes it once the run is accepted and its folder locked; its supervisor adds the end.
+An attempt that was refused before leaves the record of the attempt before it as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config.secrets import redacted
+from trainer.errors import MEANING, ExitCode, Problem, TrainerError
+from trainer.files import atomic
+from trainer.telemetry import locks
+from trainer.telemetry.rundir import LOCK_FILE
+from trainer.telemetry.status import LOCK_FILE as RUNTIME_LOCK
+
+PROCESS_FILE, ERROR_FILE = "process.json", "error.json"
+_MOST_BYTES = 1 << 20
+LOST = "ended without an exit code: killed, or the machine went down; it can be resumed"
+"""Meaning of an end that nobody was left to record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """The process that trains in a folder, or trained there last."""
+
+    supervisor: int
+    """Process id of its supervisor, in the set of processes `processes` of the boot `boot`."""
+    boot: str
+    processes: str
+    runtime_dir: str
+    """Folder of its status, metrics and control requests."""
+    started_unix_seconds: float
+    ended_unix_seconds: float | None = None
+    """None while it trains, and where nobody was left to record its end; so is the exit code."""
+    exit_code: int | None = None
+    cause: str = ""
+    """Why it ended, where it did not end by itself."""
+    problems: tuple[Problem, ...] = ()
+    """Errors that it ended with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """The end of a run's last attempt."""
+
+    exit_code: int | None
+    """None where nobody was left to record one."""
+    meaning: str
+    """The exit code in words."""
+    cause: str = ""
+    """More about it than its meaning, where it was killed; of an error the first problem in words."""
+    problems: tuple[Problem, ...] = ()
+    """Errors that the training process ended with."""
+    unix_seconds: float | None = None
+
+
+def begin(run_dir: Path, *, supervisor: int, runtime_dir: Path) -> None:
+    """Record that a process trains in `run_dir` from now on, which holds the folder's lock.
+
+    Raises StorageError.
+    """
+    process = Process(
+        supervisor=supervisor,
+        runtime_dir=str(runtime_dir.absolute()),
+        started_unix_seconds=time.time(),
+        **locks.place(),
+    )
+    _write(run_dir, process)
+
+
+def end(run_dir: Path, *, supervisor: int, exit_code: int, cause: str, problems: Sequence[Problem]) -> None:
+    """Add the end of the process that this supervisor watched to the folder's record. Raises StorageError.
+
+    Where the run was never accepted, a record is written only if there is none: a folder of another run, or
+    of this one's earlier attempt, keeps its own.
+    """
+    process = read_process(run_dir)
+    own = {"supervisor": supervisor, **locks.place()}
+    if process is None:
+        if not run_dir.is_dir() or (run_dir / PROCESS_FILE).exists() or locks.is_held(run_dir / LOCK_FILE):
+            return
+        process = Process(runtime_dir="", started_unix_seconds=time.time(), **own)
+    if any(vars(process)[name] != value for name, value in own.items()) or process.exit_code is not None:
+        return
+    ended = dataclasses.replace(
+        process,
+        ended_unix_seconds=time.time(),
+        exit_code=int(exit_code),
+        cause=cause,
+        problems=tuple(problems),
+    )
+    _write(run_dir, ended)
+
+
+def read_process(run_dir: Path) -> Process | None:
+    """The record of a folder; None without one, and for one that is damaged."""
+    raw = _read(run_dir / PROCESS_FILE)
+    try:
+        process = Process(**{**raw, "problems": _problems(raw.get("problems", ()))})
+    except TypeError:
+        return None
+    texts = (process.boot, process.processes, process.runtime_dir, process.cause)
+    numbers = (process.supervisor, process.started_unix_seconds)
+    optional = (process.ended_unix_seconds, process.exit_code)
+    sound = all(isinstance(text, str) for text in texts) and all(
+        isinstance(number, int | float)
+        for number in (*numbers, *(one for one in optional if one is not None))
+    )
+    return process if sound else None
+
+
+def is_running(run_dir: Path, process: Process | None) -> bool:
+    """True if a process trains in the folder, or its supervisor is about to record its end.
+
+    The first holds the folder's lock, the second that of the runtime folder: both are seen across containers.
+    """
+    if locks.is_held(run_dir / LOCK_FILE):
+        return True
+    if process is None or process.exit_code is not None or not process.runtime_dir:
+        return False
+    holder = {"boot": process.boot, "processes": process.processes, "supervisor": process.supervisor}
+    return locks.is_held_by(Path(process.runtime_dir) / RUNTIME_LOCK, holder)
+
+
+def end_of(process: Process) -> End:
+    """The end of a process that does not train any more."""
+    code = process.exit_code
+    if code is None:
+        return End(exit_code=None, meaning=LOST)
+    first = process.problems[0].what if process.problems else ""
+    return End(
+        exit_code=code,
+        meaning=meaning(code),
+        cause=process.cause or first,
+        problems=process.problems,
+        unix_seconds=process.ended_unix_seconds,
+    )
+
+
+def meaning(exit_code: int) -> str:
+    """An exit code in words."""
+    return next((MEANING[known] for known in ExitCode if known == exit_code), "ended unexpectedly")
+
+
+def write_error(runtime_dir: Path, error: TrainerError) -> None:
+    """Leave the problems of a rank in its folder for the supervisor; a disk that takes nothing is let be."""
+    problems = [dataclasses.asdict(problem) for problem in error.problems]
+    with contextlib.suppress(OSError, TrainerError):  # the exit code is worth more than its note
+        text = redacted(json.dumps({"problems": problems}))
+        atomic.write_text(runtime_dir / ERROR_FILE, text, sync=False)
+
+
+def read_error(runtime_dir: Path) -> tuple[Problem, ...]:
+    """The problems that a rank left in its folder; none without."""
+    return _problems(_read(runtime_dir / ERROR_FILE).get("problems", ()))
+
+
+def _problems(rows: Any) -> tuple[Problem, ...]:
+    """Problems of a file; rows that were not written by us are left out."""
+    names = [field.name for field in dataclasses.fields(Problem)]
+    sound = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    texts = [{name: row[name] for name in names if isinstance(row.get(name), str)} for row in sound]
+    return tuple(Problem(**text) for text in texts if "what" in text)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            raw = json.loads(file.read(_MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return raw if isinstance(raw, dict) else {}
+
+
+def _write(run_dir: Path, process: Process) -> None:
+    text = redacted(json.dumps(dataclasses.asdict(process), indent=1, sort_keys=True))
+    atomic.write_text(run_dir / PROCESS_FILE, text + "\n")

@@ -1,0 +1,129 @@
+"""Files that a run leaves in its folder: previews, checkpoints and results. Reads no torch."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+LORA_FOLDER = "lora"
+"""Folder of a LoRA's files: in the run's folder the result's, in a checkpoint's those of its step."""
+_STEP = re.compile(r"step-(\d{6,})")
+_RESULTS = (LORA_FOLDER, "model", "best")
+_RECORDS = (
+    "before_after.png", "samples/strip.png", "config.resolved.yaml", "plan.json", "metrics.jsonl",
+    "log.jsonl", "left_out.jsonl", "run.json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A preview: the picture of a prompt at a step, or of an answer, whose text lies beside it."""
+
+    step: int
+    number: int
+    """Place of its prompt among `validation.prompts` when it was drawn."""
+    picture: Path
+    answer: Path | None
+    """Text of a language model's answer."""
+
+    @functools.cached_property
+    def drawn_as(self) -> Mapping[str, str]:
+        """Texts inside the picture: `prompt`, `seed`, `num_inference_steps`, `guidance_scale`, `width`, ...;
+        none where they cannot be read. Opens the file at its first use.
+        """
+        from PIL import Image
+
+        try:
+            with Image.open(self.picture, formats=("PNG",)) as picture:
+                return {str(name): text for name, text in picture.info.items() if isinstance(text, str)}
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            return {}
+
+    @property
+    def prompt(self) -> str:
+        """The prompt, empty where it cannot be read."""
+        return self.drawn_as.get("prompt", "")
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of its start noise, None where it cannot be read."""
+        text = self.drawn_as.get("seed", "")
+        return int(text) if text.isascii() and text.isdecimal() else None
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file of a run's folder."""
+
+    path: Path
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that is whole by its name; only a resume reads its bytes."""
+
+    step: int
+    folder: Path
+    bytes: int
+    """Sizes of its files, those in `lora` among them."""
+    lora: tuple[SavedFile, ...]
+    """LoRA files of this step, where the run writes some (`checkpoint.lora_files`)."""
+
+
+def samples(run_dir: Path) -> tuple[Sample, ...]:
+    """Previews by step and prompt; of a step that is not complete none."""
+    found: list[Sample] = []
+    for step, folder in _steps(run_dir / "samples"):
+        if not folder.with_suffix(".png").is_file():  # the row of all, written last
+            continue
+        for picture in sorted(folder.glob("*.png")):
+            if picture.stem.isascii() and picture.stem.isdecimal():
+                answer = picture.with_suffix(".txt")
+                found.append(Sample(step, int(picture.stem), picture, answer if answer.is_file() else None))
+    return tuple(found)
+
+
+def checkpoints(run_dir: Path) -> tuple[Checkpoint, ...]:
+    """Checkpoints by step; renamed folders are not among them."""
+    return tuple(
+        Checkpoint(
+            step,
+            folder,
+            sum(file.bytes for file in _files(folder.rglob("*"))),
+            _files((folder / LORA_FOLDER).glob("*.safetensors")),
+        )
+        for step, folder in _steps(run_dir / "checkpoints")
+    )
+
+
+def files(run_dir: Path) -> tuple[SavedFile, ...]:
+    """Results, then records: the LoRA or model, the best one, pictures, configuration, plan, metrics, log."""
+    results = [path for name in _RESULTS for path in sorted((run_dir / name).rglob("*"))]
+    return _files([*results, *(run_dir / name for name in _RECORDS)])
+
+
+def has_result(run_dir: Path) -> bool:
+    """True if the run has saved the LoRA or the model that it was trained for."""
+    return any(run_dir.glob("lora/*.safetensors")) or any(run_dir.glob("model/**/*.safetensors"))
+
+
+def _steps(folder: Path) -> list[tuple[int, Path]]:
+    """Sub-folders named after steps, by step."""
+    named = ((_STEP.fullmatch(path.name), path) for path in folder.glob("step-*"))
+    return sorted((int(name[1]), path) for name, path in named if name is not None and path.is_dir())
+
+
+def _files(paths: Iterable[Path]) -> tuple[SavedFile, ...]:
+    """The regular files among paths, links left out; one that vanishes meanwhile is left out too."""
+    found = []
+    for path in paths:
+        try:
+            if path.is_file() and not path.is_symlink():
+                found.append(SavedFile(path, path.stat().st_size))
+        except FileNotFoundError:
+            continue
+    return tuple(found)

@@ -1,0 +1,68 @@
+"""Files below the studio's roots: a name leads nowhere else, and what is shown as a picture is one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+from PIL import Image
+
+from trainer.ui.studio import UnknownIdError
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_MOST_PIXELS = 100_000_000
+
+
+def open_below(root: Path, path: Path) -> BinaryIO:
+    """The file `path` below `root`, opened step by step so that no link is followed on the way.
+
+    Raises UnknownIdError where it is not there, or a link is.
+    """
+    with contextlib.ExitStack() as open_folders:
+        try:
+            descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            open_folders.callback(os.close, descriptor)
+            *folders, name = path.relative_to(root).parts
+            for folder in folders:
+                descriptor = os.open(folder, _FOLDER, dir_fd=descriptor)
+                open_folders.callback(os.close, descriptor)
+            return os.fdopen(os.open(name, _FILE, dir_fd=descriptor), "rb")
+        except (OSError, ValueError) as error:
+            raise UnknownIdError(str(path)) from error
+
+
+def tail(root: Path, path: Path, most_bytes: int) -> list[str]:
+    """The last whole lines of a text file below `root`, within `most_bytes`; none where it is missing."""
+    try:
+        with open_below(root, path) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - most_bytes))
+            text = file.read(most_bytes)
+    except UnknownIdError:
+        return []
+    lines = text.decode(errors="replace").split("\n")
+    return lines[1 if size > most_bytes else 0 : -1]
+
+
+@functools.lru_cache(maxsize=256)
+def webp(root: Path, path: Path, changed_ns: int, side: int) -> bytes:
+    """The PNG `path` below `root` as a WebP of at most `side` pixels, without its texts: what is shown is
+    always a picture. `changed_ns` keeps an older one apart. Raises UnknownIdError for what is none.
+    """
+    with open_below(root, path) as file:
+        try:
+            with Image.open(file, formats=("PNG",)) as picture:
+                if picture.width * picture.height > _MOST_PIXELS:
+                    raise UnknownIdError(str(path))
+                small = picture.convert("RGB")
+                small.thumbnail((side, side), Image.Resampling.LANCZOS)
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise UnknownIdError(str(path)) from error
+    result = io.BytesIO()
+    small.save(result, format="WEBP", quality=88)
+    return result.getvalue()

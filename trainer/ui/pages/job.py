@@ -1,0 +1,99 @@
+"""The page of one run, its stream, its pictures and its files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+
+from trainer.telemetry.run_folder import results
+from trainer.telemetry.sinks.records import METRICS_LOG
+from trainer.ui import stream
+from trainer.ui.opened import open_below, webp
+from trainer.ui.page import part, render
+from trainer.ui.studio import Studio, UnknownIdError, found_by_id
+from trainer.ui.views.job import LEVELS, NUMBERS, job_view
+from trainer.ui.views.runs import run_folder
+from trainer.ui.views.state import signature
+
+SIDES = {"small": 320, "large": 1024}
+"""Pixels of a shown picture's longer side."""
+_CHUNK_BYTES = 1 << 18
+
+
+def routes(studio: Studio) -> Sequence[BaseRoute]:
+    """Routes of a run: page, stream, previews, downloads."""
+
+    def show(request: Request) -> Response:
+        view = job_view(studio, request.path_params["run"], level=request.query_params.get("log", LEVELS[0]))
+        return render(request, "job.html", view=view, levels=LEVELS, numbers=NUMBERS)
+
+    def follow(request: Request) -> Response:
+        run, level = request.path_params["run"], request.query_params.get("log", LEVELS[0])
+        folder = run_folder(studio, run)
+        return stream.streamed(
+            request,
+            stream.events(
+                part=lambda: part(
+                    request,
+                    "_job.html",
+                    view=job_view(studio, run, level=level),
+                    levels=LEVELS,
+                    numbers=NUMBERS,
+                ),
+                changed=lambda: signature(folder),
+                metrics=folder / METRICS_LOG,
+                place=stream.place_from(request.headers.get("last-event-id", "")) or stream.START,
+            ),
+        )
+
+    def preview(request: Request) -> Response:
+        folder = run_folder(studio, request.path_params["run"])
+        side = SIDES.get(request.query_params.get("size", "small"))
+        wanted = (request.path_params["step"], request.path_params["number"])
+        found = [one for one in results.samples(folder) if (one.step, one.number) == wanted]
+        if not found or side is None:
+            raise UnknownIdError(request.url.path)
+        path = found[0].picture
+        picture = webp(studio.runs, path, path.stat().st_mtime_ns, side)
+        return Response(picture, media_type="image/webp", headers={"Cache-Control": "private, max-age=60"})
+
+    def download(request: Request) -> Response:
+        folder = run_folder(studio, request.path_params["run"])
+        files = [one.path for one in results.files(folder)]
+        path = found_by_id(folder, request.path_params["file"], files)
+        return attachment(open_below(studio.runs, path), path.name)
+
+    return [
+        Route("/runs/{run}", show, methods=["GET"]),
+        Route("/runs/{run}/stream", follow, methods=["GET"]),
+        Route("/runs/{run}/previews/{step:int}/{number:int}", preview, methods=["GET"]),
+        Route("/runs/{run}/files/{file}", download, methods=["GET"]),
+    ]
+
+
+def attachment(file: BinaryIO, name: str) -> Response:
+    """A file as a download, never shown in the page's place; it is closed at the end."""
+    plain = "".join(
+        letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "_" for letter in name
+    )
+
+    def chunks() -> Iterator[bytes]:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
+
+    headers = {
+        "Content-Disposition": f'attachment; filename="{plain}"',
+        "Content-Length": str(os.fstat(file.fileno()).st_size),
+    }
+    return StreamingResponse(
+        chunks(),
+        media_type="application/octet-stream",
+        headers=headers,
+        background=BackgroundTask(file.close),
+    )

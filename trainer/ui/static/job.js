@@ -1,0 +1,102 @@
+// Curves of one run, from the points of its stream. The server sends each line of metrics.jsonl once.
+"use strict";
+(() => {
+  const COLUMNS = ["step", "loss", "validation_loss", "learning_rate", "grad_norm", "seconds_per_step", "device_memory_reserved_bytes"];
+  const source = document.getElementById("job");
+  const points = studio.points = [];
+  const charts = [];
+  let drawing = 0;
+
+  const colour = (element) => getComputedStyle(element).color;
+  const short = (value) => value == null ? "" : String(Number(value.toPrecision(3)));
+
+  function column(name, scale) {
+    const place = COLUMNS.indexOf(name);
+    return points.map((row) => row[place] == null ? null : row[place] * scale);
+  }
+
+  function data(figure) {
+    const { columns, line } = figure.dataset;
+    const scale = "gib" in figure.dataset ? 2 ** -30 : 1;
+    const series = columns.split(" ").map((name) => column(name, scale));
+    const shared = [points.map((row) => row[0]), ...series];
+    return line ? [...shared, points.map(() => line * scale)] : shared;
+  }
+
+  function chart(figure) {
+    const keys = [...figure.querySelectorAll(".key")].map(colour);
+    const style = getComputedStyle(document.body);
+    const soft = colour(figure.querySelector("figcaption"));
+    const grid = getComputedStyle(figure.closest(".card")).borderTopColor;
+    const axis = { stroke: soft, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: `12px ${style.fontFamily}` };
+    const values = data(figure).slice(1).flat().filter((value) => value != null);
+    // losses fall by orders of magnitude
+    const far = figure.classList.contains("wide") && Math.min(...values) > 0 && Math.max(...values) > 20 * Math.min(...values);
+    const dots = (u, place) => place === 2 || points.length < 3;
+    const series = keys.map((stroke, place) => ({
+      stroke, width: 2, spanGaps: true,
+      dash: place && figure.dataset.line && place === keys.length - 1 ? [6, 6] : undefined,
+      points: { show: dots(null, place + 1), size: 7, fill: stroke },
+    }));
+    return new uPlot({
+      width: figure.clientWidth, height: figure.classList.contains("wide") ? 260 : 180,
+      scales: { x: { time: false }, y: far ? { distr: 3 } : {} },
+      legend: { show: false },
+      cursor: { sync: { key: "steps" }, y: false },
+      axes: [axis, { ...axis, size: 62, values: (u, all) => all.map(short) }],
+      series: [{}, ...series],
+      hooks: { setCursor: [(u) => told(figure, u)] },
+    }, data(figure), figure);
+  }
+
+  // the value below the pointer, in the caption
+  function told(figure, u) {
+    const place = u.cursor.idx;
+    const caption = figure.querySelector("figcaption");
+    let output = caption.querySelector("output");
+    if (!output) caption.append(output = document.createElement("output"));
+    output.textContent = place == null ? "" :
+      `step ${u.data[0][place]}: ${u.data.slice(1).map((one) => short(one[place])).filter(Boolean).join(", ")}`;
+  }
+
+  function draw() {
+    drawing = 0;
+    const box = source.querySelector(".charts");
+    box.hidden = !points.length;
+    source.querySelector(".needs-script").hidden = true;
+    if (!points.length) return;
+    for (const figure of box.querySelectorAll(".chart")) {
+      const some = figure.dataset.columns.split(" ").some((name) => column(name, 1).some((value) => value));
+      figure.hidden = !some;
+      if (!some) continue;
+      const old = charts.find((one) => one.figure === figure);
+      if (old) old.plot.setData(data(figure));
+      else charts.push({ figure, plot: chart(figure) });
+    }
+  }
+
+  function soon() {
+    if (!drawing) drawing = requestAnimationFrame(draw);
+  }
+
+  function anew() {
+    for (const { plot } of charts.splice(0)) plot.destroy();
+    soon();
+  }
+
+  source.addEventListener("points", (event) => {
+    points.push(...JSON.parse(event.detail.data));
+    soon();
+  });
+  source.addEventListener("anew", () => {
+    points.length = 0;
+    studio.say("The run was resumed: its curves begin anew");
+    anew();
+  });
+  new ResizeObserver(() => {
+    for (const { figure, plot } of charts) {
+      if (figure.clientWidth !== plot.width) plot.setSize({ width: figure.clientWidth, height: plot.height });
+    }
+  }).observe(source);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", anew);
+})();

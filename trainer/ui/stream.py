@@ -1,0 +1,185 @@
+"""Server-sent events of a run: lines of metrics.jsonl exactly once, and parts of the page when they change.
+
+The id of an event is a place in the file, which a browser sends back when it connects again. A resume cuts
+the file: then the id is a place of another one, and the browser is told to begin anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+
+from trainer.ui.studio import UnknownIdError
+
+COLUMNS = (
+    "step", "loss", "validation_loss", "learning_rate", "grad_norm", "seconds_per_step",
+    "device_memory_reserved_bytes",
+)  # fmt: skip
+"""Values of a point, in their order; null where a line has none."""
+MOST_STREAMS = 8
+"""Streams of one session at a time."""
+_MARK_BYTES = 256
+_CHUNK_BYTES = 1 << 18
+_LOOK_SECONDS = 1.0
+_ALIVE_SECONDS = 15.0
+_REST = 20
+"""A part that took a while to render is not looked at again for this many times as long."""
+_PLACE = re.compile(r"(\d{1,15})-([0-9a-f]{16})")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place between two lines of a file that grows: bytes before it, and a hash of the last ones."""
+
+    offset: int = 0
+    mark: str = hashlib.sha256(b"").hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return f"{self.offset}-{self.mark}"
+
+
+START = Place()
+
+
+def place_from(text: str) -> Place | None:
+    """The place that a browser sent back; None for another text."""
+    found = _PLACE.fullmatch(text)
+    return Place(int(found[1]), found[2]) if found else None
+
+
+def lines_after(path: Path, place: Place) -> tuple[list[bytes], Place, bool]:
+    """Whole lines behind `place`, at most 256 KiB, the place behind them, and whether `place` is of another
+    file: then the lines are the first ones. A file that does not exist is empty.
+    """
+    try:
+        with path.open("rb") as file:
+            cut = _mark(file.read, file.seek, place.offset) != place.mark
+            offset = 0 if cut else place.offset
+            file.seek(offset)
+            text = file.read(_CHUNK_BYTES)
+            whole = text.rfind(b"\n") + 1
+            mark = _mark(file.read, file.seek, offset + whole)
+    except FileNotFoundError:
+        return [], START, place != START
+    return text[:whole].splitlines(), Place(offset + whole, mark), cut
+
+
+def _mark(read: Callable[[int], bytes], seek: Callable[[int], int], offset: int) -> str:
+    """Hash of the bytes before `offset`; empty where the file is shorter."""
+    length = min(offset, _MARK_BYTES)
+    seek(offset - length)
+    before = read(length)
+    return hashlib.sha256(before).hexdigest()[:16] if len(before) == length else ""
+
+
+def points(lines: Sequence[bytes]) -> list[list[float | None]]:
+    """COLUMNS of each line that is a record of a step; damaged lines have no point."""
+    found: list[list[float | None]] = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            values = (row.get(name) for name in COLUMNS)
+            found.append([value if type(value) in (int, float) else None for value in values])
+    return found
+
+
+def event(data: str, *, name: str = "", place: Place | None = None) -> bytes:
+    """One event as its bytes; without a name htmx swaps its data into the page."""
+    head = [f"event: {name}"] * bool(name) + [f"id: {place}"] * (place is not None)
+    return "".join(
+        f"{line}\n" for line in [*head, *(f"data: {line}" for line in data.splitlines() or [""]), ""]
+    ).encode()
+
+
+class Seats:
+    """Counts the open streams of each session: a browser that leaks them must not take all connections."""
+
+    def __init__(self) -> None:
+        self._taken: Counter[str] = Counter()
+
+    def take(self, session: str) -> bool:
+        """Take a seat; False where MOST_STREAMS are taken."""
+        if self._taken[session] >= MOST_STREAMS:
+            return False
+        self._taken[session] += 1
+        return True
+
+    def leave(self, session: str) -> None:
+        """Give a seat back."""
+        self._taken[session] -= 1
+        if not self._taken[session]:
+            del self._taken[session]
+
+
+async def events(
+    *,
+    part: Callable[[], str],
+    changed: Callable[[], object],
+    metrics: Path | None = None,
+    place: Place = START,
+) -> AsyncIterator[bytes]:
+    """Events until the browser leaves: `points` of `metrics` behind `place`, `anew` before points that begin
+    anew, and the HTML of `part` when it is another one. `part` is asked when `changed` gives another value.
+    """
+    seen: object = None
+    shown, rested, told = "", 0.0, time.monotonic()
+    yield b"retry: 1000\n\n"
+    while True:
+        spoke = False
+        while metrics is not None:
+            lines, behind, cut = await run_in_threadpool(lines_after, metrics, place)
+            if cut:
+                yield event("", name="anew", place=START)
+            if lines:
+                yield event(json.dumps(points(lines)), name="points", place=behind)
+            spoke, place = spoke or cut or bool(lines), behind
+            if not lines:
+                break
+        now = time.monotonic()
+        if now >= rested and (value := await run_in_threadpool(changed)) != seen:
+            try:
+                html = await run_in_threadpool(part)
+            except UnknownIdError:
+                return  # it was removed: the page says so when it is loaded again
+            rested = time.monotonic() + _REST * (time.monotonic() - now)
+            seen = value
+            if html != shown:
+                yield event(html)
+                shown, spoke = html, True
+        if spoke:
+            told = time.monotonic()
+        elif time.monotonic() - told > _ALIVE_SECONDS:
+            yield b": alive\n\n"  # how a server learns that nobody is there
+            told = time.monotonic()
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+def streamed(request: Request, events: AsyncIterator[bytes]) -> Response:
+    """A response of events, which takes a seat of the session until the browser leaves: 429 without one."""
+    seats: Seats = request.app.state.seats
+    session = request.state.session.key
+    if not seats.take(session):
+        return PlainTextResponse("too many pages of this studio are open\n", status_code=429)
+
+    async def seated() -> AsyncIterator[bytes]:
+        try:
+            async for one in events:
+                yield one
+        finally:
+            seats.leave(session)
+
+    return StreamingResponse(seated(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})

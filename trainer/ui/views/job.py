@@ -1,0 +1,258 @@
+"""One run: what it does, how it compares with its plan, its numbers, previews, log and files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.errors import ExitCode, Problem
+from trainer.telemetry.run_folder.plan import PlannedDecision
+from trainer.telemetry.run_folder.results import Sample
+from trainer.telemetry.runs import CONFIG_FILE, Run, read_run
+from trainer.telemetry.status import Phase
+from trainer.ui.opened import tail
+from trainer.ui.studio import Studio, identifier
+from trainer.ui.views.runs import name_of, run_folder
+from trainer.ui.views.state import LOG_FILE, StateView, remedy, state_view
+from trainer.words.sizes import gib
+
+LEVELS = ("all", "warning", "error")
+"""Filters of the log: all lines, or those of a level and above."""
+_LOG_BYTES, _LOG_LINES, _LAST_LINES = 1 << 17, 200, 20
+_NUMBERS = 100
+_CONFIG_BYTES = 1 << 18
+_SEVERE = {"warning": 1, "error": 2, "critical": 2}
+_BAR = (
+    ((Phase.LOAD,), "Load"),
+    ((Phase.CACHE,), "Encode"),
+    ((Phase.FIRST_STEP,), "First step"),
+    ((Phase.TRAIN, Phase.PREVIEW), "Train"),
+    ((Phase.SAVE,), "Save"),
+)
+NUMBERS = {
+    "loss": "loss", "validation_loss": "held-out loss", "learning_rate": "learning rate",
+    "grad_norm": "gradient norm", "seconds_per_step": "s/step", "device_memory_reserved_bytes": "GPU memory",
+}  # fmt: skip
+"""Columns of the table of numbers, by their name in metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class PhaseView:
+    """A part of the work in the bar: `done`, `now` or `next`."""
+
+    word: str
+    when: str
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A prediction of the plan beside what was measured; None where one is not known."""
+
+    name: str
+    predicted: float | None
+    measured: float | None
+    unit: str
+    """`s` or `bytes`."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured through predicted."""
+        return self.measured / self.predicted if self.measured and self.predicted else None
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A line of the log."""
+
+    time: str
+    level: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndView:
+    """How a run ended, where that was not well."""
+
+    code: int | None
+    meaning: str
+    cause: str
+    problems: tuple[Problem, ...]
+    remedy: str
+    lines: tuple[LogLine, ...]
+    """The last lines of its log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileView:
+    """A file to download."""
+
+    id: str
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobView:
+    """The page of a run."""
+
+    id: str
+    name: str
+    folder: str
+    family: str
+    method: str
+    state: StateView
+    phases: tuple[PhaseView, ...]
+    step: int
+    steps: int | None
+    seconds_left: float | None
+    figures: Mapping[str, str]
+    """The row of `trainer runs list`, without what the page shows otherwise, and without empty cells."""
+    compared: tuple[Compared, ...]
+    end: EndView | None
+    warnings: tuple[str, ...]
+    decisions: tuple[PlannedDecision, ...]
+    previews: tuple[tuple[str, tuple[Sample, ...]], ...]
+    """Samples by prompt, each by step."""
+    preview_steps: tuple[int, ...]
+    log: tuple[LogLine, ...]
+    level: str
+    numbers: tuple[tuple[int, tuple[str, ...]], ...]
+    """Last log steps, newest first: step and the values of NUMBERS as text."""
+    checkpoints: tuple[tuple[int, int], ...]
+    """Step and bytes."""
+    files: tuple[FileView, ...]
+    config: str
+    damaged_lines: int
+
+    @property
+    def percent(self) -> int:
+        """Share of its steps that are done, up to 100."""
+        return min(100, 100 * self.step // self.steps) if self.steps else 0
+
+
+def job_view(studio: Studio, run_id: str, *, level: str = LEVELS[0]) -> JobView:
+    """The page of the run with that id, its log from `level` up.
+
+    Raises UnknownIdError, DataError where its settings are damaged, StorageError.
+    """
+    folder = run_folder(studio, run_id)
+    run = read_run(folder)
+    lines = tuple(_log(studio.runs, folder))
+    level = level if level in LEVELS else LEVELS[0]
+    status = run.statuses[0] if run.statuses else None
+    pace = status.median_step_seconds if status else None
+    hidden = ("family", "method", "state", "step")
+    return JobView(
+        id=run_id,
+        name=name_of(studio.runs, folder),
+        folder=str(folder),
+        family=run.config.get("family", ""),
+        method=run.config.get("method", ""),
+        state=state_view(run),
+        phases=phases(run),
+        step=run.step,
+        steps=run.steps,
+        seconds_left=max(0, run.steps - run.step) * pace if pace and run.steps else None,
+        figures={name: text for name, text in run.figures.items() if text and name not in hidden},
+        compared=compared(run),
+        end=_end(run, lines),
+        warnings=run.plan.warnings if run.plan else (),
+        decisions=run.plan.decisions if run.plan else (),
+        previews=_by_prompt(run.samples),
+        preview_steps=tuple(sorted({one.step for one in run.samples})),
+        log=tuple(line for line in lines if _SEVERE.get(line.level, 0) >= LEVELS.index(level))[-_LOG_LINES:],
+        level=level,
+        numbers=_numbers(run),
+        checkpoints=tuple((one.step, one.bytes) for one in run.checkpoints),
+        files=tuple(
+            FileView(
+                id=identifier(folder, one.path), name=one.path.relative_to(folder).as_posix(), bytes=one.bytes
+            )
+            for one in run.files
+        ),
+        config="\n".join(tail(studio.runs, folder / CONFIG_FILE, _CONFIG_BYTES)),
+        damaged_lines=run.damaged_lines,
+    )
+
+
+def phases(run: Run) -> tuple[PhaseView, ...]:
+    """The parts of the work: those behind the present one are done; of a run that ended well all are."""
+    if run.phase is None:
+        done = run.end is not None and run.end.exit_code == ExitCode.OK
+        return tuple(PhaseView(word, "done" if done else "next") for _, word in _BAR)
+    now = next((place for place, (names, _) in enumerate(_BAR) if run.phase in names), len(_BAR))
+    return tuple(
+        PhaseView(word, "done" if place < now else "now" if place == now else "next")
+        for place, (_, word) in enumerate(_BAR)
+    )
+
+
+def compared(run: Run) -> tuple[Compared, ...]:
+    """Step time and device memory as the plan predicted them and as they were measured."""
+    plan, last = run.plan, run.last
+    predicted = peak = None
+    if plan is not None:
+        predicted = plan.step_milliseconds / 1e3 * _micro_batches(run) or None
+        peak = sum(row.bytes for row in plan.memory.get("train", ())) or None
+    measured = [seconds for _, seconds in run.series("seconds_per_step")[1:]]
+    return (
+        Compared("Step", predicted, sorted(measured)[len(measured) // 2] if measured else None, "s"),
+        Compared("GPU memory", peak, last.get("device_memory_reserved_peak_bytes") or None, "bytes"),
+    )
+
+
+def _micro_batches(run: Run) -> int:
+    """Micro-batches of an optimizer step; 1 where the settings do not say."""
+    text = run.config.get("train.gradient_accumulation_steps", "1")
+    return int(text) if text.isascii() and text.isdecimal() else 1
+
+
+def _end(run: Run, lines: Sequence[LogLine]) -> EndView | None:
+    if run.end is None or run.end.exit_code == ExitCode.OK:
+        return None
+    known = any(problem.remedy for problem in run.end.problems)
+    return EndView(
+        code=run.end.exit_code,
+        meaning=run.end.meaning,
+        cause=run.end.cause if not run.end.problems else "",
+        problems=run.end.problems,
+        remedy="" if known else remedy(run.end.exit_code),
+        lines=tuple(lines[-_LAST_LINES:]),
+    )
+
+
+def _by_prompt(samples: Sequence[Sample]) -> tuple[tuple[str, tuple[Sample, ...]], ...]:
+    rows: dict[int, list[Sample]] = {}
+    for one in samples:
+        rows.setdefault(one.number, []).append(one)
+    return tuple(
+        (found[-1].prompt or f"prompt {number}", tuple(found)) for number, found in sorted(rows.items())
+    )
+
+
+def _log(root: Path, folder: Path) -> Iterator[LogLine]:
+    for line in tail(root, folder / LOG_FILE, _LOG_BYTES):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            text = "\n".join(str(row[name]) for name in ("message", "traceback") if name in row)
+            yield LogLine(str(row.get("time", ""))[11:19], str(row.get("level", "info")), text)
+
+
+def _numbers(run: Run) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """Lines of metrics with one of NUMBERS, newest first."""
+    rows = [row for row in run.rows if any(row.get(name) is not None for name in NUMBERS)]
+    return tuple(
+        (int(row["step"]), tuple(_cell(name, row.get(name)) for name in NUMBERS))
+        for row in rows[-_NUMBERS:][::-1]
+    )
+
+
+def _cell(name: str, value: float | None) -> str:
+    if value is None or (name.endswith("_bytes") and not value):
+        return ""
+    return gib(value) if name.endswith("_bytes") else f"{value:.4g}"

@@ -1,0 +1,125 @@
+"""State of a run in words: what it does or how it ended, and what to do about that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.errors import ExitCode
+from trainer.telemetry.run_folder.process import PROCESS_FILE, is_running, read_process
+from trainer.telemetry.runs import CONFIG_FILE, Run, State
+from trainer.telemetry.sinks.records import METRICS_LOG
+from trainer.telemetry.status import STATUS_FILE, Phase
+
+LOG_FILE = "log.jsonl"
+PHASES: Mapping[Phase, str] = {
+    Phase.LOAD: "loading the base",
+    Phase.CACHE: "encoding pictures and captions",
+    Phase.FIRST_STEP: "first step",
+    Phase.TRAIN: "training",
+    Phase.PREVIEW: "drawing previews",
+    Phase.SAVE: "saving",
+    Phase.DONE: "done",
+}
+REMEDIES: Mapping[int, str] = {
+    ExitCode.BAD_DATA: "Correct the files that are named, or have data.on_bad_file leave them out; resume.",
+    ExitCode.HARDWARE: "Plan it again: what fits here is offered there.",
+    ExitCode.DIVERGED: "Lower train.learning_rate, or look at the files that are named; resume from an older"
+    " checkpoint.",
+    ExitCode.OUT_OF_MEMORY: "End other programs, or take what the log proposes to save memory; then resume.",
+    ExitCode.NO_SPACE: "Make room on the disk or let this user write there; then resume.",
+    ExitCode.HUNG: "Look at the last lines of the log; then resume.",
+    ExitCode.STOPPED: "Resume continues from the last checkpoint.",
+    ExitCode.NO_ACCESS: "Accept the model's licence and give a token, or name a folder that holds it.",
+    ExitCode.BAD_CONFIG: "Correct the settings that are named; then start again.",
+}
+"""Remedy of each exit code but 0, where its problems bring none."""
+UNKNOWN_END = "Look at the last lines of the log; what was saved can be resumed."
+_SIGNALS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateView:
+    """A state as word, icon and colour."""
+
+    kind: str
+    """`running`, `good`, `waiting`, `paused` or `bad`: icon and colour."""
+    word: str
+    detail: str = ""
+    """More in a sentence; empty where the word says all."""
+
+    @property
+    def ended(self) -> bool:
+        """True where no process works on it."""
+        return self.kind != "running"
+
+
+def state_view(run: Run) -> StateView:
+    """The state of a run at the time it was read."""
+    if run.state is State.RUNNING:
+        return _running(run)
+    if run.state in (State.FINISHED, State.FINISHED_EARLY) and (
+        run.end is None or run.end.exit_code in (0, None)
+    ):
+        return StateView(kind="good", word=run.state.value, detail=run.early_stop)
+    if run.end is None:
+        word = "stopped" if run.state is State.RESUMABLE else "not begun"
+        return StateView(kind="paused", word=word, detail="How it ended is not recorded.")
+    code = run.end.exit_code
+    if code is None:
+        return StateView(kind="bad", word="lost", detail=run.end.meaning)
+    if code == ExitCode.STOPPED:
+        return StateView(kind="paused", word="stopped", detail=run.end.cause or run.end.meaning)
+    return StateView(kind="bad", word=f"failed ({code})", detail=run.end.meaning)
+
+
+def _running(run: Run) -> StateView:
+    if run.health is None or run.phase is None:
+        return StateView(kind="running", word="running", detail="Its heartbeat cannot be seen from here.")
+    word = PHASES[run.phase]
+    if run.health.hung:
+        return StateView(kind="running bad", word="hung", detail=run.health.reason)
+    if not run.health.healthy:
+        return StateView(kind="running waiting", word="silent", detail=run.health.reason)
+    return StateView(kind="running", word=word)
+
+
+def remedy(exit_code: int | None) -> str:
+    """Words for what to do after an exit code; of one that no trainer gives, and of none, as well."""
+    if exit_code is None:
+        return UNKNOWN_END
+    if exit_code > _SIGNALS:
+        return f"Signal {exit_code - _SIGNALS} from outside ended it. {UNKNOWN_END}"
+    return REMEDIES.get(exit_code, "" if exit_code == ExitCode.OK else UNKNOWN_END)
+
+
+def signature(folder: Path) -> tuple[object, ...]:
+    """A value that changes whenever a run's page would: sizes and times of its files, whether it runs, and
+    its heartbeat.
+    """
+    names = (
+        METRICS_LOG,
+        LOG_FILE,
+        CONFIG_FILE,
+        PROCESS_FILE,
+        "plan.json",
+        "samples",
+        "checkpoints",
+        "lora",
+        "best",
+    )
+    stamps: list[object] = [_stamp(folder / name) for name in names]
+    process = read_process(folder)
+    running = is_running(folder, process)
+    if running and process is not None:
+        stamps.append(_stamp(Path(process.runtime_dir) / STATUS_FILE))
+    return (running, *stamps)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
