@@ -113,7 +113,10 @@ def new_context(browser: Browser, watched: Watched) -> Iterator[Callable[..., Br
 
 def watch(page: Page, watched: Watched) -> None:
     """Write down what the page must not do."""
-    page.on("console", lambda line: line.type in ("error", "warning") and watched.faults.append(f"console: {line.text}"))
+    page.on(
+        "console",
+        lambda line: line.type in ("error", "warning") and watched.faults.append(f"console: {line.text}"),
+    )
     page.on("pageerror", lambda error: watched.faults.append(f"error: {error}"))
 
     def asked(url: str) -> None:

@@ -69,7 +69,7 @@ def caption_file(picture: Picture) -> str:
     """Name of the .txt of a picture's caption, whether it is there or not. Raises DataError where the caption
     is a row of metadata.
     """
-    if picture.caption_from and not picture.caption_from.lower().endswith(".txt"):
+    if picture.caption_from and not picture.in_file:
         what, remedy = f"the caption is in {picture.caption_from}", "turn the captions into .txt files first"
         raise DataError(what, where=picture.name, remedy=remedy)
     return picture.caption_from or PurePosixPath(picture.name).with_suffix(".txt").as_posix()
@@ -113,7 +113,7 @@ def replaced(
     """Captions in which `find` stands, by the name of their .txt: text now, text then, ETag."""
     found = {}
     for picture in pictures:
-        if find and find in picture.caption and picture.caption_from.lower().endswith(".txt"):
+        if find and find in picture.caption and picture.in_file:
             now = caption_now(place, picture.caption_from)
             then = " ".join(now.text.replace(find, replace).split())
             if then != now.text:
@@ -129,7 +129,7 @@ def captions_to_files(place: Place, snapshot: Snapshot) -> None:
     if any(one.controls for one in snapshot.pictures) and not snapshot.settings.controls:
         what = "the metadata names the control images as well"
         raise DataError(what, where=str(place.folder), remedy="edit the captions there")
-    rows = [one for one in snapshot.pictures if one.caption and not one.caption_from.lower().endswith(".txt")]
+    rows = [one for one in snapshot.pictures if one.caption and not one.in_file]
     texts = {PurePosixPath(one.name).with_suffix(".txt").as_posix(): one.caption for one in rows}
     files = {one.caption_from.rpartition(":")[0] for one in rows}
     assert all(PurePosixPath(name).name in METADATA_NAMES for name in files)
@@ -147,7 +147,7 @@ def captions_to_files(place: Place, snapshot: Snapshot) -> None:
 def delete(place: Place, pictures: Sequence[Picture]) -> None:
     """Move pictures and their .txt files to the trash, from where they go for good after TRASH_DAYS."""
     names = [one.name for one in pictures]
-    names += [one.caption_from for one in pictures if one.caption_from.lower().endswith(".txt")]
+    names += [one.caption_from for one in pictures if one.in_file]
     what = f"{PurePosixPath(names[0]).name} deleted" if len(pictures) == 1 else f"{len(pictures)} deleted"
     with writing_to(place):
         trash = _trash(place, names)

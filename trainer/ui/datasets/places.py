@@ -7,7 +7,6 @@ import dataclasses
 import errno
 import fcntl
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -15,12 +14,12 @@ from typing import BinaryIO
 
 from trainer.data.pictures.formats import SUFFIXES
 from trainer.errors import DataError, TrainerError
+from trainer.files import atomic
 from trainer.ui.studio import Studio, found_by_id, identifier
 
 WHOLE_ROOT = "."
 """Name of the data set that the root itself is, where pictures lie right in it."""
-_PATIENCE_SECONDS = 10.0
-_LOOK_SECONDS = 0.05
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +41,11 @@ class Place:
     def id(self) -> str:
         """The data set's id in URLs."""
         return identifier(self.root, self.folder)
+
+    @property
+    def title(self) -> str:
+        """Name of the folder."""
+        return self.folder.name
 
     @property
     def state(self) -> Path:
@@ -79,16 +83,26 @@ def place_of(studio: Studio, given: str) -> Place:
     return found[found_by_id(studio.data, given, found)]
 
 
-def folders(root: Path) -> list[str]:
-    """Names of folders two levels deep below `root`, in which masks and control images may lie."""
-    found = []
-    for folder, below, _ in os.walk(root):
-        depth = len(Path(folder).relative_to(root).parts)
-        below[:] = sorted(name for name in below if not name.startswith("."))
-        found += [(Path(folder) / name).relative_to(root).as_posix() for name in below]
-        if depth == 1:
-            below.clear()
-    return sorted(found)
+def new_place(studio: Studio, name: str) -> Place:
+    """A new, empty data set. Raises DataError where the name is taken, or is none, StorageError."""
+    if not name or name.startswith("."):
+        raise DataError("the data set needs a name of letters or digits", remedy="write one, such as cats")
+    place = Place(root=studio.data, studio=studio.folder, name=name)
+    try:
+        with atomic.no_space_told(place.folder):
+            place.folder.mkdir()
+    except FileExistsError as error:
+        raise DataError("there is a data set of this name", where=name, remedy="choose another") from error
+    return place
+
+
+def folders(studio: Studio) -> list[str]:
+    """Names of data sets and of folders right below them, in which masks and control images may lie."""
+    found = [one for one in places(studio) if one.name != WHOLE_ROOT]
+    below = [path for one in found for path in one.folder.glob("[!.]*/") if not path.is_symlink()]
+    return sorted(
+        path.relative_to(studio.data).as_posix() for path in (*(one.folder for one in found), *below)
+    )
 
 
 @contextlib.contextmanager
@@ -100,11 +114,10 @@ def held(place: Place, name: str) -> Iterator[Path]:
     """
     parts = PurePosixPath(name).parts
     assert parts and ".." not in parts and not name.startswith("/"), "names come from listings"
-    descriptor = os.open(place.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(place.root, _FOLDER & ~os.O_NOFOLLOW)
     try:
         for part in parts[:-1]:
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            inner = os.open(part, flags, dir_fd=descriptor)
+            inner = os.open(part, _FOLDER, dir_fd=descriptor)
             os.close(descriptor)
             descriptor = inner
         folder = f"/proc/self/fd/{descriptor}"
@@ -136,28 +149,16 @@ def opened(place: Place, name: str) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def writing_to(place: Place) -> Iterator[None]:
-    """Keep other tabs and other studios from writing to the data set. Raises DataError after ten seconds, and
-    where the folder is read-only.
+    """Keep other tabs and other studios from writing to the data set meanwhile.
+
+    Raises DataError where the folder is read-only.
     """
     if not place.writable:
         remedy = "let the studio's user write there, or mount it without `ro`"
         raise DataError("the data set is read-only", where=str(place.folder), remedy=remedy)
-    descriptor = os.open(place.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(place.folder, _FOLDER)
     try:
-        _take(descriptor, place)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # held by others for as long as they rename files
         yield
     finally:
         os.close(descriptor)
-
-
-def _take(descriptor: int, place: Place) -> None:
-    """Lock a folder for as long as its descriptor is open."""
-    end = time.monotonic() + _PATIENCE_SECONDS
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            if time.monotonic() > end:
-                what = "another studio is writing to this data set"
-                raise DataError(what, where=str(place.folder), remedy="try again when it is done") from error
-        time.sleep(_LOOK_SECONDS)

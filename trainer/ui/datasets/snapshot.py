@@ -17,10 +17,8 @@ from trainer.planning.epochs import BYTES_A_TOKEN
 from trainer.ui.datasets.places import Place
 from trainer.ui.studio import UnknownIdError, identifier
 
-SETTINGS_NAME, SNAPSHOT_NAME = "settings.json", "snapshot.json"
-SUMMARY_NAME, PROGRESS_NAME = "summary.json", "progress.json"
+SETTINGS_NAME, SNAPSHOT_NAME, PROGRESS_NAME = "settings.json", "snapshot.json", "progress.json"
 Value = TypeVar("Value")
-TOKENS: int = DataSection.model_fields["max_sequence_length"].default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +38,12 @@ class Settings:
     def model(self) -> Family:
         """The model family."""
         return families.get(self.family)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a caption that count, unless a run's configuration says otherwise."""
+        written: int = DataSection.model_fields["max_sequence_length"].default
+        return min(written, self.model.max_sequence_length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,11 @@ class Picture:
     controls: tuple[str, ...] = ()
 
     @property
+    def in_file(self) -> bool:
+        """True if the caption has a .txt of its own, not a row of metadata."""
+        return self.caption_from.lower().endswith(".txt")
+
+    @property
     def enlarged(self) -> float:
         """Factor by which the trained part is enlarged for its bucket; below 1 it is made smaller."""
         return self.bucket[0] / (self.crop[2] - self.crop[0]) if self.sha256 else 1.0
@@ -91,16 +100,6 @@ class Snapshot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
-    """Numbers of a snapshot."""
-
-    pictures: int
-    unusable: int
-    """Pictures with a problem."""
-    strays: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Progress:
     """Pictures that a look has opened so far, and all of them."""
 
@@ -117,12 +116,6 @@ def picture_families() -> list[Family]:
 def read_settings(place: Place) -> Settings:
     """Settings of a data set; those of a plain one where none were made, or by another version."""
     return _kept(Settings, place.state / SETTINGS_NAME) or Settings(family=picture_families()[0].name)
-
-
-def write_settings(place: Place, settings: Settings) -> None:
-    """Keep the settings. Raises StorageError."""
-    place.state.mkdir(parents=True, exist_ok=True)
-    atomic.write_text(place.state / SETTINGS_NAME, codec.to_json(settings))
 
 
 def read_snapshot(place: Place) -> Snapshot | None:
@@ -151,11 +144,6 @@ def picture_of(place: Place, given: str) -> Picture:
     return found
 
 
-def read_summary(place: Place) -> Summary | None:
-    """Numbers of the latest look; None where there was none."""
-    return _kept(Summary, place.state / SUMMARY_NAME)
-
-
 def read_progress(place: Place) -> Progress | None:
     """Progress of the look that goes on, or of the last one."""
     return _kept(Progress, place.state / PROGRESS_NAME)
@@ -163,16 +151,17 @@ def read_progress(place: Place) -> Progress | None:
 
 def keep(place: Place, name: str, value: object) -> None:
     """Write a value under one of the names above; other processes never see half of it."""
+    place.state.mkdir(parents=True, exist_ok=True)
     atomic.write_text(place.state / name, codec.to_json(value), sync=False)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=8)
 def _snapshot(path: Path, changed: int) -> Snapshot | None:
     """A snapshot, read once as long as its file is the same."""
     return _kept(Snapshot, path)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=8)
 def _by_id(root: Path, path: Path, changed: int) -> Mapping[str, Picture]:
     snapshot = _snapshot(path, changed)
     return {identifier(root, root / one.name): one for one in snapshot.pictures} if snapshot else {}

@@ -36,7 +36,7 @@ from trainer.files import atomic
 from trainer.telemetry.locks import is_held
 from trainer.ui.datasets import edits, snapshot
 from trainer.ui.datasets.places import Place, opened
-from trainer.ui.datasets.snapshot import Picture, Progress, Settings, Snapshot, Summary
+from trainer.ui.datasets.snapshot import Picture, Progress, Settings, Snapshot
 
 THUMBNAIL_PIXELS = 256
 PREVIEW_PIXELS = 1024
@@ -173,9 +173,6 @@ def _look(place: Place, settings: Settings, asked: int, first: bool) -> None:
         settings=settings, complete=True, asked=asked, pictures=_with_copies(pictures), strays=strays
     )
     snapshot.keep(place, snapshot.SNAPSHOT_NAME, result)
-    unusable = sum(bool(one.problems) for one in pictures)
-    numbers = Summary(pictures=len(pictures), unusable=unusable, strays=len(strays))
-    snapshot.keep(place, snapshot.SUMMARY_NAME, numbers)
 
 
 def _mark(path: Path, as_mask: bool) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from pydantic import ValidationError
@@ -19,7 +20,7 @@ from trainer.config.schema import DataSection
 from trainer.data.pictures.buckets import buckets
 from trainer.errors import DataError, Problem
 from trainer.ui.datasets import edits, snapshot, upload, worker
-from trainer.ui.datasets.places import Place, folders, place_of
+from trainer.ui.datasets.places import folders, new_place, place_of
 from trainer.ui.datasets.snapshot import Settings, picture_of
 from trainer.ui.page import render
 from trainer.ui.studio import Studio, UnknownIdError, found_by_id
@@ -33,65 +34,59 @@ from trainer.ui.views.dataset import (
     tile_view,
 )
 
-Change = Callable[[Studio, Place, FormData], None]
-"""A change by a form."""
 _IMMUTABLE = {"Cache-Control": "private, max-age=604800, immutable"}
+Change = Callable[[Studio, Request, FormData], Response | None]
+"""A change by a form; without a response of its own the data set is looked at and shown again."""
 
 
 def routes(studio: Studio) -> Sequence[BaseRoute]:
     """Routes of the list of data sets, of one set and of one picture."""
-
-    def listed(request: Request) -> Response:
-        return render(request, "datasets.html", rows=datasets_view(studio), folder=studio.data)
-
-    def shown(request: Request) -> Response:
-        asked = request.query_params
-        view = dataset_view(
-            studio,
-            request.path_params["set"],
-            show=asked.get("show", ""),
-            search=asked.get("search", ""),
-            bucket=asked.get("bucket", ""),
-            page=int(page) if (page := asked.get("page", "1")).isdecimal() and len(page) < 9 else 1,
-        )
-        return render(request, "dataset.html", view=view, filters=FILTERS, wait="wait" in asked)
-
-    def progress(request: Request) -> Response:
-        return _looking(studio, request, asked=True)
-
-    def picture(request: Request) -> Response:
-        view = picture_view(studio, request.path_params["set"], request.path_params["picture"])
-        return render(request, "picture.html", view=view)
-
-    def replacement(request: Request) -> Response:
-        asked = request.query_params
-        view = replace_view(
-            studio, request.path_params["set"], asked.get("find", ""), asked.get("replace", "")
-        )
-        return render(request, "replace.html", view=view, changed=False)
-
-    at = "/data/{set}"
-    one = at + "/pictures/{picture}"
-    changes = [
-        Route(f"{at}/{name}", _changing(studio, change), methods=["POST"]) for name, change in CHANGES.items()
-    ]
+    one = "/data/{set}/pictures/{picture}"
+    shown = {
+        "/data": _list,
+        "/data/{set}": _show,
+        "/data/{set}/progress": _progress,
+        "/data/{set}/replace": _show_replacement,
+        one: _show_picture,
+        f"{one}/thumbnail": _thumbnail,
+        f"{one}/preview": _preview,
+    }
+    changes: Mapping[str, Change] = {
+        "/data": _create,
+        "/data/{set}/look": lambda *_: None,
+        "/data/{set}/undo": _undo,
+        "/data/{set}/files": _to_files,
+        "/data/{set}/delete": _delete,
+        "/data/{set}/settings": _settings,
+        "/data/{set}/replace": _replace,
+        f"{one}/caption": _caption,
+    }
     return [
-        Route("/data", listed, methods=["GET"]),
-        Route("/data", _creating(studio), methods=["POST"]),
-        Route(at, shown, methods=["GET"]),
-        Route(f"{at}/progress", progress, methods=["GET"]),
-        Route(f"{at}/replace", replacement, methods=["GET"]),
-        Route(f"{at}/replace", _replacing(studio), methods=["POST"]),
-        Route(f"{at}/upload", _uploading(studio), methods=["POST"]),
-        *changes,
-        Route(one, picture, methods=["GET"]),
-        Route(f"{one}/caption", _captioning(studio), methods=["POST"]),
-        Route(f"{one}/thumbnail", lambda request: _thumbnail(studio, request), methods=["GET"]),
-        Route(f"{one}/preview", lambda request: _preview(studio, request), methods=["GET"]),
+        *(Route(path, functools.partial(page, studio), methods=["GET"]) for path, page in shown.items()),
+        *(Route(path, _changing(studio, change), methods=["POST"]) for path, change in changes.items()),
+        Route("/data/{set}/upload", functools.partial(_upload, studio), methods=["POST"]),
     ]
 
 
-def _looking(studio: Studio, request: Request, *, asked: bool) -> Response:
+def _list(studio: Studio, request: Request) -> Response:
+    return render(request, "datasets.html", rows=datasets_view(studio), folder=studio.data)
+
+
+def _show(studio: Studio, request: Request) -> Response:
+    asked = request.query_params
+    page = asked.get("page", "1")
+    view = dataset_view(
+        studio,
+        request.path_params["set"],
+        show=asked.get("show", ""),
+        search=asked.get("search", ""),
+        bucket=asked.get("bucket", ""),
+        page=int(page) if page.isdecimal() and len(page) < 9 else 1,
+    )
+    return render(request, "dataset.html", view=view, filters=FILTERS, wait="wait" in asked)
+
+
+def _progress(studio: Studio, request: Request, *, asked: bool = True) -> Response:
     """The page's part on looks; `wait` in the address has the page load again when one is done."""
     look, wait = look_view(studio, request.path_params["set"]), "wait" in request.query_params
     answer = render(request, "_look.html", look=look, asked=asked, wait=wait)
@@ -100,9 +95,19 @@ def _looking(studio: Studio, request: Request, *, asked: bool) -> Response:
     return answer
 
 
+def _show_replacement(studio: Studio, request: Request) -> Response:
+    asked = request.query_params
+    view = replace_view(studio, request.path_params["set"], asked.get("find", ""), asked.get("replace", ""))
+    return render(request, "replace.html", view=view, changed=False)
+
+
+def _show_picture(studio: Studio, request: Request) -> Response:
+    view = picture_view(studio, request.path_params["set"], request.path_params["picture"])
+    return render(request, "picture.html", view=view)
+
+
 def _thumbnail(studio: Studio, request: Request) -> Response:
-    place = place_of(studio, request.path_params["set"])
-    row = picture_of(place, request.path_params["picture"])
+    row = picture_of(place_of(studio, request.path_params["set"]), request.path_params["picture"])
     path = worker.thumbnail_path(studio.folder, row.sha256)
     if not row.sha256 or not path.is_file():
         raise UnknownIdError(row.name)
@@ -122,75 +127,49 @@ def _preview(studio: Studio, request: Request) -> Response:
     return Response(worker.ask("preview", place, name), media_type="image/webp")
 
 
-def _creating(studio: Studio) -> Callable[[Request], object]:
-    async def create(request: Request) -> Response:
-        form = await request.form()
-        place = await run_in_threadpool(_new_set, studio, _text(form, "name"))
-        return RedirectResponse(f"/data/{place.id}", status_code=303)
-
-    return create
-
-
-def _new_set(studio: Studio, given: str) -> Place:
-    """A new, empty data set. Raises DataError where the name is taken, or is none."""
-    name = upload.stored_name(given)
-    if not name or name.startswith("."):
-        raise DataError("the data set needs a name of letters or digits", remedy="write one, such as cats")
-    try:
-        (studio.data / name).mkdir()
-    except FileExistsError as error:
-        raise DataError("there is a data set of this name", where=name, remedy="choose another") from error
-    return Place(root=studio.data, studio=studio.folder, name=name)
+async def _upload(studio: Studio, request: Request) -> Response:
+    place = await run_in_threadpool(place_of, studio, request.path_params["set"])
+    with upload.receiving(place, request.headers.get("content-type", "")) as files:
+        try:
+            async for chunk in request.stream():
+                await run_in_threadpool(files.write, chunk)
+            told = await run_in_threadpool(files.finish)
+        except FormParserError as error:
+            raise HTTPException(400, f"the form is damaged: {error}") from error
+    await run_in_threadpool(worker.ask_for_look, place)
+    return render(request, "_told.html" if _is_part(request) else "told.html", told=told, place=place)
 
 
-def _uploading(studio: Studio) -> Callable[[Request], object]:
-    async def receive(request: Request) -> Response:
-        place = await run_in_threadpool(place_of, studio, request.path_params["set"])
-        with upload.receiving(place, request.headers.get("content-type", "")) as files:
-            try:
-                async for chunk in request.stream():
-                    await run_in_threadpool(files.write, chunk)
-                told = await run_in_threadpool(files.finish)
-            except FormParserError as error:
-                raise HTTPException(400, f"the form is damaged: {error}") from error
-        await run_in_threadpool(worker.ask_for_look, place)
-        name = "_told.html" if _is_part(request) else "told.html"
-        return render(request, name, told=told, set_id=place.id, set_name=place.folder.name)
-
-    return receive
-
-
-def _changing(studio: Studio, change: Change) -> Callable[[Request], object]:
-    async def apply(request: Request) -> Response:
-        form = await request.form()
-        place = await run_in_threadpool(place_of, studio, request.path_params["set"])
-        await run_in_threadpool(change, studio, place, form)
-        await run_in_threadpool(worker.ask_for_look, place)
+def _changing(studio: Studio, change: Change) -> Callable[[Request], Awaitable[Response]]:
+    def apply(request: Request, form: FormData) -> Response:
+        answer = change(studio, request, form)
+        if answer is not None:
+            return answer
+        place = place_of(studio, request.path_params["set"])
+        worker.ask_for_look(place)
         if _is_part(request):
-            return _looking(studio, request, asked=False)
+            return _progress(studio, request, asked=False)
         return RedirectResponse(f"/data/{place.id}?wait=1", status_code=303)
 
-    return apply
+    async def read(request: Request) -> Response:
+        return await run_in_threadpool(apply, request, await request.form())
+
+    return read
 
 
-def _captioning(studio: Studio) -> Callable[[Request], object]:
-    async def write(request: Request) -> Response:
-        form = await request.form()
-        return await run_in_threadpool(_write_caption, studio, request, form)
-
-    return write
+def _create(studio: Studio, request: Request, form: FormData) -> Response:
+    place = new_place(studio, upload.stored_name(_text(form, "name")))
+    return RedirectResponse(f"/data/{place.id}", status_code=303)
 
 
-def _write_caption(studio: Studio, request: Request, form: FormData) -> Response:
+def _caption(studio: Studio, request: Request, form: FormData) -> Response:
     """Save one caption; a conflict and a text that is no caption are shown beside what was written."""
-    place = place_of(studio, request.path_params["set"])
-    key = request.path_params["picture"]
+    place, key = place_of(studio, request.path_params["set"]), request.path_params["picture"]
     row, text = picture_of(place, key), _text(form, "caption")
     conflict, problem = None, ""
     try:
-        name = edits.caption_file(row)
-        what = f"caption of {PurePosixPath(row.name).name}"
-        edits.write_captions(place, {name: (text, _text(form, "etag"))}, what)
+        written = {edits.caption_file(row): (text, _text(form, "etag"))}
+        edits.write_captions(place, written, f"caption of {PurePosixPath(row.name).name}")
     except edits.ConflictError as error:
         (conflict,) = error.now.values()
     except DataError as error:
@@ -198,110 +177,85 @@ def _write_caption(studio: Studio, request: Request, form: FormData) -> Response
     else:
         worker.ask_for_look(place)
         if not _is_part(request):
-            back = "" if _text(form, "back") == "grid" else f"/pictures/{key}"
-            return RedirectResponse(f"/data/{place.id}{back}", status_code=303)
-    tile = tile_view(studio, place.id, key)
-    context = {"tile": tile, "set_id": place.id, "saved": not (conflict or problem), "conflict": conflict}
-    context |= {"text": text if conflict or problem else tile.caption, "problem": problem, "writable": True}
-    if _is_part(request):
-        return render(request, "_caption.html", **context)
-    code = 409 if conflict else 422
-    return render(request, "caption.html", status_code=code, set_name=place.folder.name, **context)
+            return RedirectResponse(f"/data/{place.id}/pictures/{key}", status_code=303)
+    tile, failed = tile_view(place, key), bool(conflict or problem)
+    return render(
+        request,
+        "_caption.html" if _is_part(request) else "caption.html",
+        # a browser's console would call the status of a script's request an error
+        status_code=200 if _is_part(request) else 409 if conflict else 422,
+        tile=tile,
+        place=place,
+        text=text if failed else tile.caption,
+        saved=not failed,
+        conflict=conflict,
+        problem=problem,
+    )
 
 
-def _replacing(studio: Studio) -> Callable[[Request], object]:
-    async def replace(request: Request) -> Response:
-        form = await request.form()
-        return await run_in_threadpool(_replace, studio, request, form)
-
-    return replace
-
-
-def _replace(studio: Studio, request: Request, form: FormData) -> Response:
+def _replace(studio: Studio, request: Request, form: FormData) -> Response | None:
     """Make a replacement exactly as it was shown, or show it again."""
-    find, new = _text(form, "find"), _text(form, "replace")
-    place = place_of(studio, request.path_params["set"])
-    view = replace_view(studio, place.id, find, new)
+    view = replace_view(studio, request.path_params["set"], _text(form, "find"), _text(form, "replace"))
     if view.seen != _text(form, "seen"):
         return render(request, "replace.html", status_code=409, view=view, changed=True)
-    found = edits.replaced(place, snapshot.pictures_by_id(place).values(), find, new)
-    texts = {name: (then, etag) for name, (_, then, etag) in found.items()}
-    edits.write_captions(place, texts, f"{find!r} replaced in {len(texts)} captions")
-    worker.ask_for_look(place)
-    return RedirectResponse(f"/data/{place.id}", status_code=303)
+    texts = {name: (then, etag) for name, (_, then, etag) in view.found.items()}
+    edits.write_captions(view.place, texts, f"{view.find!r} replaced in {len(texts)} captions")
+    return None
 
 
-def _look(studio: Studio, place: Place, form: FormData) -> None:
-    """Nothing but the look that follows every change."""
-
-
-def _undo(studio: Studio, place: Place, form: FormData) -> None:
-    kept = edits.undo(place)
-    if kept:
+def _undo(studio: Studio, request: Request, form: FormData) -> None:
+    place = place_of(studio, request.path_params["set"])
+    if kept := edits.undo(place):
         what = f"these were changed since, and stay as they are: {', '.join(kept[:20])}"
         raise DataError(what, where=place.folder.name, remedy="all others are as before")
 
 
-def _to_files(studio: Studio, place: Place, form: FormData) -> None:
+def _to_files(studio: Studio, request: Request, form: FormData) -> None:
+    place = place_of(studio, request.path_params["set"])
     found = snapshot.read_snapshot(place)
     if found is not None:
         edits.captions_to_files(place, found)
 
 
-def _delete(studio: Studio, place: Place, form: FormData) -> None:
-    pictures = [picture_of(place, key) for key in form.getlist("picture") if isinstance(key, str)]
-    if pictures:
+def _delete(studio: Studio, request: Request, form: FormData) -> None:
+    place = place_of(studio, request.path_params["set"])
+    if pictures := [picture_of(place, str(key)) for key in form.getlist("picture")]:
         edits.delete(place, pictures)
 
 
-def _settings(studio: Studio, place: Place, form: FormData) -> None:
+def _settings(studio: Studio, request: Request, form: FormData) -> None:
     """Keep what buckets and problems depend on. Raises DataError for a value that a run would not take."""
-    names = {family.name for family in snapshot.picture_families()}
-    family, resolution = _text(form, "family"), _text(form, "resolution")
-    if family not in names:
+    place, below = (
+        place_of(studio, request.path_params["set"]),
+        [studio.data / one for one in folders(studio)],
+    )
+    family, trigger_word = _text(form, "family"), _text(form, "trigger_word").strip()
+    if family not in {one.name for one in snapshot.picture_families()}:
         raise DataError("no such family of models", where=family, remedy="choose one of the list")
-    trigger_word = _text(form, "trigger_word").strip()
-    values = {
-        "sets": [{"img_dir": place.folder}],
-        "resolution": resolution,
-        "trigger_word": trigger_word or None,
-    }
+    values = {"resolution": _text(form, "resolution"), "trigger_word": trigger_word or None}
     try:
-        data = DataSection.model_validate(values)
+        data = DataSection.model_validate({"sets": [{"img_dir": place.folder}], **values})
     except ValidationError as error:
         problems = [Problem(what=one["msg"], where=".".join(map(str, one["loc"]))) for one in error.errors()]
         raise DataError(problems) from error
     buckets(data.resolution, families.get(family).pixel_multiple)
-    below = [studio.data / name for name in folders(studio.data)]
-
-    def folder(given: str) -> str:
-        return found_by_id(studio.data, given, below).relative_to(studio.data).as_posix() if given else ""
-
-    controls = [folder(given) for given in form.getlist("controls") if isinstance(given, str)]
+    mask, *controls = (
+        found_by_id(studio.data, str(given), below).relative_to(studio.data).as_posix() if given else ""
+        for given in (_text(form, "mask"), *form.getlist("controls"))
+    )
     made = Settings(
         family=family,
         resolution=data.resolution,
         trigger_word=trigger_word,
-        mask=folder(_text(form, "mask")),
-        controls=tuple(name for name in controls if name),
+        mask=mask,
+        controls=tuple(filter(None, controls)),
     )
-    snapshot.write_settings(place, made)
-
-
-CHANGES: Mapping[str, Change] = {
-    "look": _look,
-    "undo": _undo,
-    "files": _to_files,
-    "delete": _delete,
-    "settings": _settings,
-}
-"""Changes by the end of their address."""
+    snapshot.keep(place, snapshot.SETTINGS_NAME, made)
 
 
 def _text(form: FormData, name: str) -> str:
     """A field of a form; empty where it is missing."""
-    value = form.get(name, "")
-    return value if isinstance(value, str) else ""
+    return str(form.get(name, ""))
 
 
 def _is_part(request: Request) -> bool:

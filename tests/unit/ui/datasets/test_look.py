@@ -43,7 +43,7 @@ def test_every_picture_is_a_row_with_its_faults(studio: Studio) -> None:
     for show, names in {"problems": ["bare.png", "broken.png"], "copies": ["copy.png"]}.items():
         assert [tile.name for tile in dataset_view(studio, place.id, show=show).tiles] == names
     (row,) = datasets_view(studio)
-    assert row.summary == snapshot.Summary(pictures=5, unusable=2, strays=1)
+    assert (row.pictures, row.problems) == (5, 3)
 
 
 def test_masks_and_controls_lie_beside_their_picture(studio: Studio) -> None:
@@ -55,7 +55,7 @@ def test_masks_and_controls_lie_beside_their_picture(studio: Studio) -> None:
         (studio.data / f"edits/{stem}.png").write_bytes(encoded(picture(seed=9)))
     family = next(one for one in snapshot.picture_families() if one.control_counts[0] == 1)
     settings = snapshot.Settings(family=family.name, resolution=64, mask="masks", controls=("edits",))
-    snapshot.write_settings(place, settings)
+    snapshot.keep(place, snapshot.SETTINGS_NAME, settings)
     first, second = looked(place).pictures
     assert (first.mask, first.controls, first.problems) == ("masks/a.png", ("edits/a.png",), ())
     assert second.mask == "" and "no mask b.*" in second.problems[0]
@@ -82,7 +82,7 @@ def test_the_frame_is_where_the_pixels_of_the_run_come_from(studio: Studio, size
     values = np.stack([across, down, np.zeros_like(down)], -1).round().astype(np.uint8)
     Image.fromarray(values).save(place.folder / "a.png")
     family = snapshot.picture_families()[0].name
-    snapshot.write_settings(place, snapshot.Settings(family=family, resolution=256))
+    snapshot.keep(place, snapshot.SETTINGS_NAME, snapshot.Settings(family=family, resolution=256))
     (row,) = looked(place).pictures
     seen = [
         (value + 1) / 2 * side
@@ -129,9 +129,9 @@ def test_buckets_are_counted_and_lonely_pictures_told(studio: Studio) -> None:
     picture(90, 46).save(place.folder / "d.png")
     looked(place)
     view = dataset_view(studio, place.id)
-    assert [bar.pictures for bar in view.bars] == [3, 1] and view.alone == 1
-    wide = view.bars[-1]
-    only = dataset_view(studio, place.id, bucket=f"{wide.width}x{wide.height}")
+    assert list(view.buckets.values()) == [3, 1] and view.alone == 1
+    width, height = list(view.buckets)[-1]
+    only = dataset_view(studio, place.id, bucket=f"{width}x{height}")
     assert [tile.name for tile in only.tiles] == ["d.png"]
 
 
@@ -153,7 +153,7 @@ def test_search_pages_and_neighbours(studio: Studio) -> None:
 def test_the_trigger_word_is_shown_as_training_puts_it(studio: Studio) -> None:
     place = make(studio, a="a cat", b="a zwx cat")
     family = snapshot.picture_families()[0].name
-    snapshot.write_settings(place, snapshot.Settings(family=family, trigger_word="zwx"))
+    snapshot.keep(place, snapshot.SETTINGS_NAME, snapshot.Settings(family=family, trigger_word="zwx"))
     looked(place)
     shown = [picture_view(studio, place.id, key_of(place, f"cats/{name}.png")) for name in "ab"]
     assert [one.trained_caption for one in shown] == ["zwx, a cat", "a zwx cat"]
