@@ -92,7 +92,10 @@ def write_captions(place: Place, texts: Mapping[str, tuple[str, str]], what: str
     cleaned = {name: _cleaned(text, name) for name, (text, _) in texts.items()}
     with writing_to(place):
         now = {name: caption_now(place, name) for name in texts}
-        others = {name: one for name, one in now.items() if one.etag != texts[name][1]}
+        # one that says it already was sent twice
+        others = {
+            name: one for name, one in now.items() if one.etag not in (texts[name][1], _etag(cleaned[name]))
+        }
         if others:
             raise ConflictError(others)
         before = {name: _bytes(place, name) for name in texts}
@@ -169,7 +172,7 @@ def add(place: Place, staged: Mapping[Path, str], to_trash: Sequence[str], what:
 
 
 def last_change(place: Place) -> str:
-    """What the next undo would take back; empty where there is nothing."""
+    """Words for the change that the next undo would take back; empty where there is none."""
     files = _changes(place)
     return codec.from_json(Change, files[-1].read_text(), str(files[-1])).what if files else ""
 

@@ -41,7 +41,7 @@ Existing = Literal["keep", "replace", "skip"]
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """What became of one file of an upload."""
+    """One file of an upload, and what became of it."""
 
     name: str
     """Name that the browser gave."""

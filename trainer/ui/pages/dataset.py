@@ -87,12 +87,9 @@ def _show(studio: Studio, request: Request) -> Response:
 
 
 def _progress(studio: Studio, request: Request, *, asked: bool = True) -> Response:
-    """The page's part on looks; `wait` in the address has the page load again when one is done."""
+    """The page's part on looks; `wait` in the address: its script loads the page again when one is done."""
     look, wait = look_view(studio, request.path_params["set"]), "wait" in request.query_params
-    answer = render(request, "_look.html", look=look, asked=asked, wait=wait)
-    if wait and not look.is_looking:
-        answer.headers["HX-Refresh"] = "true"
-    return answer
+    return render(request, "_look.html", look=look, asked=asked, wait=wait)
 
 
 def _show_replacement(studio: Studio, request: Request) -> Response:

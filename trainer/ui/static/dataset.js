@@ -3,14 +3,30 @@
 (() => {
   const PART_FILES = 40, PART_BYTES = 200 * 1024 * 1024;
 
+  // leaving a field sends it, unless a key or its button did
+  const sent = new WeakMap();
+  document.addEventListener("submit", (event) => {
+    const field = event.target.matches(".caption") && event.target.elements.caption;
+    if (field) sent.set(field, field.value);
+  }, true);
   document.addEventListener("change", (event) => {
-    if (event.target.matches(".caption textarea")) event.target.form.requestSubmit();
+    const field = event.target;
+    if (field.matches(".caption textarea") && sent.get(field) !== field.value) field.form.requestSubmit();
   });
   document.addEventListener("keydown", (event) => {
     if (event.key !== "s" || !(event.ctrlKey || event.metaKey)) return;
     const field = event.target.closest(".caption textarea");
-    if (field) { event.preventDefault(); field.form.requestSubmit(); }
+    if (field) { event.preventDefault(); if (!field.readOnly) field.form.requestSubmit(); }
   });
+
+  // a look that the page waited for is done: show it, unless that would throw away what someone does here
+  let sending = false;
+  const dirty = () => [...document.querySelectorAll("textarea, input")].some((one) => one === document.activeElement ||
+    (one.type === "checkbox" ? one.checked : one.type === "file" ? one.files.length : one.type !== "hidden" && one.value !== one.defaultValue));
+  const look = document.getElementById("look")?.parentElement;
+  if (look) new MutationObserver(() => {
+    if (look.querySelector("[data-reload]") && !sending && !dirty()) location.reload();
+  }).observe(look, { childList: true });
 
   const form = document.getElementById("upload");
   if (!form) return;
@@ -37,6 +53,7 @@
     const all = parts(files);
     let done = 0, bad = 0;
     told.replaceChildren();
+    sending = true;
     form.querySelector("button").disabled = true;
     bar.hidden = false;
     bar.max = files.length;
@@ -65,13 +82,14 @@
     if (done === files.length) {
       state.textContent = `${done - bad} stored, ${bad} not. `;
       const link = document.createElement("a");
-      link.href = location.pathname;
+      link.href = `${location.pathname}?wait=1`;
       link.textContent = "Show them";
       state.append(link);
     }
     window.studio.say(state.textContent);
     form.querySelector("button").disabled = false;
     form.reset();
+    sending = told.children.length > 0;  // which are to be read
   }
 
   form.addEventListener("submit", (event) => {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from trainer.data.pictures.images import fit, read_image, to_pixels
 from trainer.ui.datasets import snapshot, worker
 from trainer.ui.datasets.places import Place
 from trainer.ui.studio import Studio
-from trainer.ui.views.dataset import dataset_view, datasets_view, picture_view
+from trainer.ui.views.dataset import dataset_view, datasets_view, look_view, picture_view
 
 
 def test_every_picture_is_a_row_with_its_faults(studio: Studio) -> None:
@@ -222,3 +223,39 @@ def test_metadata_is_a_source_that_is_told(studio: Studio) -> None:
     assert (row.caption, row.caption_from) == ("from a row", "cats/metadata.jsonl:1")
     view = dataset_view(studio, place.id)
     assert view.in_metadata == 1 and "metadata.jsonl:1" in view.tiles[0].locked
+
+
+def test_a_look_that_ended_early_is_told(studio: Studio) -> None:
+    place = make(studio, a="a cat")
+    looked(place)
+    assert not look_view(studio, place.id).failed and not look_view(studio, place.id).is_old
+    worker.note_request(place)
+    assert look_view(studio, place.id).is_looking
+    # a minute later, with no worker
+    (place.state / "asked").write_text(str(time.time_ns() - 60 * 10**9))
+    (snapshot_file := place.state / "snapshot.json").write_text(
+        snapshot_file.read_text().replace('"asked": 1', '"asked": -1')
+    )
+    found = look_view(studio, place.id)
+    assert found.failed and not found.is_looking
+    looked(place)
+    assert not look_view(studio, place.id).failed
+
+
+def test_what_was_deleted_a_week_ago_and_cut_off_a_day_ago_goes(studio: Studio, tmp_path: Path) -> None:
+    place = make(studio, a="a cat", b="a bee")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_text("kept")
+    ages = {"old": 8, "new": 6}
+    for name, days in ages.items():
+        trash, staged = studio.folder / "trash/data" / name, place.folder / f".upload-{name}"
+        for folder, age in ((trash, days), (staged, days - 6.5)):
+            folder.mkdir(parents=True)
+            (folder / "x").write_text("x")
+            os.utime(folder, (time.time() - age * 86400,) * 2)
+    (place.folder / ".upload-link").symlink_to(outside)
+    looked(place)
+    assert [path.name for path in (studio.folder / "trash/data").iterdir()] == ["new"]
+    assert sorted(path.name for path in place.folder.glob(".upload*")) == [".upload-link", ".upload-new"]
+    assert (outside / "kept").exists()

@@ -37,7 +37,7 @@ def judged_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def send(client: TestClient, place: Place, files: Files, existing: str = "keep") -> dict[str, str]:
-    """What the page tells of each file, by the name that was sent."""
+    """Words of the page for each file, by the name that was sent."""
     answer = client.post(
         f"/data/{place.id}/upload",
         data={"existing": existing},
