@@ -35,6 +35,8 @@ _LOOK_BYTES = 16 * 1024**2
 _MOST_FIELD_BYTES = 1024
 _MOST_NAME_BYTES = 160
 """Of a name without its suffix; systems take 255 with it, and a number is added to some."""
+_DISPOSITION = b"content-disposition"
+_THERE = "a file of this name, or a picture of its stem, is there already: left out"
 _NOT_ALLOWED = re.compile(r"[^\w .,()@+=~-]+")
 Existing = Literal["keep", "replace", "skip"]
 
@@ -66,27 +68,26 @@ class Upload:
     Opening it raises DataError where the data set is full, read-only, or its disk is.
     """
 
-    def __init__(self, place: Place, boundary: bytes) -> None:
+    def __init__(self, place: Place, boundary: bytes, coming_bytes: int) -> None:
         if not place.writable:
             remedy = "let the studio's user write there, or mount it without `ro`"
             raise DataError("the data set is read-only", where=str(place.folder), remedy=remedy)
         self._place = place
         self._files, self._bytes = _size(place.folder)
-        self._require_space()
+        self._require_space(coming_bytes)
         self._staging = Path(tempfile.mkdtemp(prefix=edits.STAGING_PREFIX, dir=place.folder))
         self._told: list[Told] = []
         self._fields: dict[str, str] = {}
-        self._header = (b"", b"")
         self._part: dict[bytes, bytes] = {}
         self._file: BinaryIO | None = None
-        self._value = b""
+        self._header = self._value = b""
         self._size = self._unlooked = 0
         self._parser = MultipartParser(
             boundary,
             {
                 "on_part_begin": self._part_begin,
-                "on_header_field": self._header_field,
-                "on_header_value": self._header_value,
+                "on_header_field": self._header_bytes,
+                "on_header_value": self._header_bytes,
                 "on_header_end": self._header_end,
                 "on_headers_finished": self._headers_finished,
                 "on_part_data": self._part_data,
@@ -102,30 +103,26 @@ class Upload:
     def finish(self) -> list[Told]:
         """Judge the files in the worker and move the good ones to their names; each is told, in order."""
         self._parser.finalize()
-        existing = self._fields.get("existing", "keep")
         problems = json.loads(worker.ask("judge", self._place, str(self._staging)))
-        told = [
-            dataclasses.replace(one, problem=one.problem or problems[one.stored]) if one.stored else one
-            for one in self._told
-        ]
-        good = sorted(one.stored for one in told if one.stored and not one.problem)
+        good = [one.stored for one in self._told if one.stored and not problems[one.stored]]
+        within = PurePosixPath(self._place.name)
         with writing_to(self._place):
-            names = _final_names(self._place.folder, good, existing)
-            moved = {self._staging / name: target for name, (target, _) in names.items() if target}
-            trash = [self._within(name) for _, replaced in names.values() for name in replaced]
+            names = _final_names(self._place.folder, good, self._fields.get("existing", "keep"))
+            moved = {
+                self._staging / name: str(within / target) for name, (target, _) in names.items() if target
+            }
+            trash = dict.fromkeys(str(within / name) for _, replaced in names.values() for name in replaced)
             if moved:
-                what = f"{len(moved)} files added"
-                staged = {path: self._within(target) for path, target in moved.items()}
-                edits.add(self._place, staged, list(dict.fromkeys(trash)), what)
-        there = "a file of this name, or a picture of its stem, is there already: left out"
-        return [
-            dataclasses.replace(
-                one,
-                stored=names[one.stored][0] if one.stored in names else "",
-                problem=one.problem or ("" if names[one.stored][0] else there),
-            )
-            for one in told
-        ]
+                edits.add(self._place, moved, list(trash), f"{len(moved)} files added")
+        told = []
+        for one in self._told:
+            if one.stored:
+                stored = names[one.stored][0] if one.stored in names else ""
+                one = dataclasses.replace(
+                    one, stored=stored, problem=problems[one.stored] or ("" if stored else _THERE)
+                )
+            told.append(one)
+        return told
 
     def close(self) -> None:
         """Remove what was not stored."""
@@ -133,28 +130,23 @@ class Upload:
             self._file.close()
         shutil.rmtree(self._staging)
 
-    def _within(self, name: str) -> str:
-        return (PurePosixPath(self._place.name) / name).as_posix()
-
-    def _require_space(self) -> None:
+    def _require_space(self, coming_bytes: int) -> None:
         free = shutil.disk_usage(self._place.folder).free
-        if free < RESERVE_BYTES:
-            what = f"the disk has {gib(free)} free, uploads leave {gib(RESERVE_BYTES)}"
+        if free - coming_bytes < RESERVE_BYTES:
+            what = f"the disk has {gib(free)} free, of which uploads leave {gib(RESERVE_BYTES)}"
             raise DataError(what, where=str(self._place.folder), remedy="free some space")
 
     def _part_begin(self) -> None:
-        self._part, self._value, self._size, self._header = {}, b"", 0, (b"", b"")
+        self._part, self._value, self._size, self._header = {}, b"", 0, b""
 
-    def _header_field(self, data: bytes, start: int, end: int) -> None:
-        self._header = (self._header[0] + data[start:end], self._header[1])
-
-    def _header_value(self, data: bytes, start: int, end: int) -> None:
-        self._header = (self._header[0], self._header[1] + data[start:end])
+    def _header_bytes(self, data: bytes, start: int, end: int) -> None:
+        """Take bytes of a header's name, then of its value."""
+        self._header += data[start:end]
 
     def _header_end(self) -> None:
-        if self._header[0].lower() == b"content-disposition":
-            self._part = parse_options_header(self._header[1])[1]
-        self._header = (b"", b"")
+        if self._header.lower().startswith(_DISPOSITION):
+            self._part = parse_options_header(self._header[len(_DISPOSITION) :])[1]
+        self._header = b""
 
     def _headers_finished(self) -> None:
         given = self._part.get(b"filename", b"").decode(errors="replace")
@@ -185,7 +177,7 @@ class Upload:
             else:
                 self._file.write(data[start:end])
             if self._unlooked > _LOOK_BYTES:
-                self._require_space()
+                self._require_space(0)
                 self._unlooked = 0
 
     def _refuse(self, problem: str) -> None:
@@ -202,21 +194,20 @@ class Upload:
             self._file.close()
             self._file = None
         elif b"filename" not in self._part:
-            self._fields[self._part.get(b"name", b"").decode(errors="replace")] = self._value.decode(
-                errors="replace"
-            )
+            name = self._part.get(b"name", b"").decode(errors="replace")
+            self._fields[name] = self._value.decode(errors="replace")
 
 
 @contextlib.contextmanager
-def receiving(place: Place, content_type: str) -> Iterator[Upload]:
+def receiving(place: Place, content_type: str, coming_bytes: int = 0) -> Iterator[Upload]:
     """Give an upload for a form of this type, whose files are gone afterwards where they were not stored.
 
-    Raises DataError for another type.
+    Raises DataError for another type, and where the disk cannot take `coming_bytes`.
     """
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise DataError("the request is no form with files", where="Content-Type")
-    upload = Upload(place, options[b"boundary"])
+    upload = Upload(place, options[b"boundary"], coming_bytes)
     try:
         yield upload
     finally:

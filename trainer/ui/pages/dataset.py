@@ -126,7 +126,9 @@ def _preview(studio: Studio, request: Request) -> Response:
 
 async def _upload(studio: Studio, request: Request) -> Response:
     place = await run_in_threadpool(place_of, studio, request.path_params["set"])
-    with upload.receiving(place, request.headers.get("content-type", "")) as files:
+    # the guard has seen that the length is a number
+    coming_bytes = int(request.headers.get("content-length", "0"))
+    with upload.receiving(place, request.headers.get("content-type", ""), coming_bytes) as files:
         try:
             async for chunk in request.stream():
                 await run_in_threadpool(files.write, chunk)

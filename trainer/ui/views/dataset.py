@@ -185,11 +185,11 @@ def dataset_view(
     """
     place = place_of(studio, given)
     snapshot, pictures, settings = read_snapshot(place), pictures_by_id(place), read_settings(place)
-    show = show if show in FILTERS else "all"
+    show, tokens = show if show in FILTERS else "all", settings.tokens
     shown = [
         key
         for key, one in pictures.items()
-        if FILTERS[show][1](one, settings.tokens)
+        if FILTERS[show][1](one, tokens)
         and (not bucket or bucket == f"{one.bucket[0]}x{one.bucket[1]}")
         and (not search or search.casefold() in f"{one.name}\n{one.caption}".casefold())
     ]
@@ -203,7 +203,7 @@ def dataset_view(
         settings=settings,
         families={family.name: family.title for family in picture_families()},
         folders={identifier(studio.data, studio.data / name): name for name in folders(studio)},
-        counts={name: sum(test(one, settings.tokens) for one in rows) for name, (_, test) in FILTERS.items()},
+        counts={name: sum(test(one, tokens) for one in rows) for name, (_, test) in FILTERS.items()},
         buckets=dict(sorted(buckets.items())),
         alone=sum(count == 1 for count in buckets.values()),
         strays=snapshot.strays if snapshot else (),

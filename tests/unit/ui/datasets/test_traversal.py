@@ -122,11 +122,11 @@ def test_no_name_in_a_form_leads_anywhere(
     looked(place)
     settings = {"family": read_settings(place).family, "resolution": "512"}
     before = tree(tmp_path)
-    for name in NAMES:
+    for number, name in enumerate(NAMES):
         assert client.post(f"/data/{place.id}/delete", data={"picture": name}).status_code == 404 or not name
-        for key in ("mask", "controls"):
-            answer = client.post(f"/data/{place.id}/settings", data=settings | {key: name})
-            assert answer.status_code == (303 if not name else 404), name
+        key = ("mask", "controls")[number % 2]
+        answer = client.post(f"/data/{place.id}/settings", data=settings | {key: name})
+        assert answer.status_code == (303 if not name else 404), name
     found = without(tree(tmp_path), "settings.json")
     assert without(found, "/asked") == without(before, "/asked")
     for name in NAMES:

@@ -159,13 +159,17 @@ def test_limits_hold_while_bytes_come_in(
 def test_a_full_disk_is_told_before_and_while(
     client: TestClient, studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, usage = make(studio), namedtuple("usage", "total used free")
-    answers = iter([usage(0, 0, 1 << 40), usage(0, 0, 5)])
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: next(answers, usage(0, 0, 5)))
+    place, usage, plain = make(studio), namedtuple("usage", "total used free"), shutil.disk_usage
+    # it fills while the file comes in, is full before, and would be with it
+    free = iter([1 << 40, 5, 5, upload.RESERVE_BYTES + 100])
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: usage(0, 0, next(free)) if path == place.folder else plain(path)
+    )
     monkeypatch.setattr(upload, "_LOOK_BYTES", 100)
-    for _ in range(2):
+    for _ in range(3):
         answer = client.post(f"/data/{place.id}/upload", files=[("files", ("a.png", PNG, "image/png"))])
-        assert answer.status_code == 422 and "free" in answer.text
+        assert answer.status_code == 422 and "uploads leave" in answer.text
+    assert next(free, None) is None
     assert not list(place.folder.iterdir())
 
 
