@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from trainer.data.captions import MAX_CAPTION_BYTES, TextError, clean_caption
+from trainer.data.sets.look import Picture
 from trainer.data.sets.metadata import METADATA_NAMES
 from trainer.errors import DataError
 from trainer.files import atomic, codec
 from trainer.ui.datasets.places import Place, held, opened, writing_to
-from trainer.ui.datasets.snapshot import Picture, Snapshot
+from trainer.ui.datasets.snapshot import Snapshot
 
 TRASH_DAYS = 7
 _MOST_CHANGES = 200

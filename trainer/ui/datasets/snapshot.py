@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from trainer import families
 from trainer.config.schema import DataSection
+from trainer.data.sets.look import Picture
 from trainer.errors import HardwareError
 from trainer.families.family import Family
 from trainer.files import atomic, codec
@@ -40,49 +41,10 @@ class Settings:
         return families.get(self.family)
 
     @property
-    def tokens(self) -> int:
-        """Tokens of a caption that count, unless a run's configuration says otherwise."""
-        written: int = DataSection.model_fields["max_sequence_length"].default
-        return min(written, self.model.max_sequence_length)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Picture:
-    """One picture, whether it can be used or not. Names are relative to the root of data sets."""
-
-    name: str
-    caption: str
-    """On one line, without the trigger word; empty where there is none that can be used."""
-    caption_from: str
-    """File that holds the caption, one of metadata with its row; empty where there is none."""
-    problems: tuple[str, ...] = ()
-    sha256: str = ""
-    """Hash of the file's bytes; empty where it was not decoded, or could not be."""
-    width: int = 0
-    """Pixels after EXIF orientation."""
-    height: int = 0
-    bucket: tuple[int, int] = (0, 0)
-    """Width and height that it is trained at."""
-    crop: tuple[float, float, float, float] = (0, 0, 0, 0)
-    """Left, top, right and bottom in the picture's pixels of the part that is trained on."""
-    copy_of: str = ""
-    """Name of the first picture with the same bytes."""
-    mask: str = ""
-    controls: tuple[str, ...] = ()
-
-    @property
-    def in_file(self) -> bool:
-        """True if the caption has a .txt of its own, not a row of metadata."""
-        return self.caption_from.lower().endswith(".txt")
-
-    @property
-    def enlarged(self) -> float:
-        """Factor by which the trained part is enlarged for its bucket; below 1 it is made smaller."""
-        return self.bucket[0] / (self.crop[2] - self.crop[0]) if self.sha256 else 1.0
-
-    def is_long(self, tokens: int) -> bool:
-        """True if the caption is likely to have more than so many tokens."""
-        return len(self.caption.encode()) > tokens * BYTES_A_TOKEN
+    def caption_bytes(self) -> float:
+        """Bytes of a caption that are likely to be read, unless a run's configuration says otherwise."""
+        tokens: int = DataSection.model_fields["max_sequence_length"].default
+        return min(tokens, self.model.max_sequence_length) * BYTES_A_TOKEN
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,11 @@ from __future__ import annotations
 import fcntl
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +23,19 @@ from PIL import Image
 from trainer.config.interpreter import python
 from trainer.config.schema import DataSet
 from trainer.data.captions import read_sidecar
-from trainer.data.pictures.buckets import buckets, nearest_bucket
+from trainer.data.pictures.buckets import buckets
 from trainer.data.pictures.formats import FORMATS_TEXT, SUFFIXES
-from trainer.data.pictures.images import Measured, claimed_pixels, crop_box, read_bytes, read_image
+from trainer.data.pictures.images import Measured, claimed_pixels, read_bytes, read_image
 from trainer.data.pictures.opened import open_all
+from trainer.data.sets.look import look
 from trainer.data.sets.metadata import METADATA_NAMES, read_metadata
-from trainer.data.sets.scan import Captioned, Found, find_images, open_images
+from trainer.data.sets.scan import find_images, open_images
 from trainer.errors import DataError, TrainerError
 from trainer.files import atomic
 from trainer.telemetry.locks import is_held
 from trainer.ui.datasets import edits, snapshot
 from trainer.ui.datasets.places import Place, opened
-from trainer.ui.datasets.snapshot import Picture, Progress, Settings, Snapshot
+from trainer.ui.datasets.snapshot import Progress, Settings, Snapshot
 
 THUMBNAIL_PIXELS = 256
 PREVIEW_PIXELS = 1024
@@ -94,7 +93,7 @@ def thumbnail_path(studio: Path, sha256: str) -> Path:
     return studio / "thumbnails" / sha256[:2] / f"{sha256}.webp"
 
 
-def look(place: Place) -> None:
+def look_at(place: Place) -> None:
     """Look at a data set until no newer request is there, and write its snapshot."""
     (place.state / _LOCK_NAME).touch()
     done = -1
@@ -145,9 +144,10 @@ def _look(place: Place, settings: Settings, asked: int, first: bool) -> None:
     controls = tuple(place.root / name for name in settings.controls) or None
     one = DataSet(img_dir=place.folder, mask_dir=masks, control_dir=controls)
     found = find_images([one], settings.model.control_counts)
+    sizes = buckets(settings.resolution, settings.model.pixel_multiple)
     if first:
-        listed = tuple(_picture(place, item, settings, found, {}) for item in found.images)
-        snapshot.keep(place, snapshot.SNAPSHOT_NAME, Snapshot(settings=settings, pictures=listed))
+        listed = Snapshot(settings=settings, pictures=look(found, place.root, sizes)[0])
+        snapshot.keep(place, snapshot.SNAPSHOT_NAME, listed)
     told = 0.0
 
     def progress(done: int, total: int) -> None:
@@ -163,15 +163,8 @@ def _look(place: Place, settings: Settings, asked: int, first: bool) -> None:
     atomic.write_text(place.state / _MEASURED_NAME, json.dumps(kept), sync=False)
     for path in (item.path for item in found.images if item.path in found.good):
         _keep_thumbnail(thumbnail_path(place.studio, found.good[path].content_sha256), path)
-    reasons = dict(found.left_out)
-    pictures = tuple(_picture(place, item, settings, found, reasons) for item in found.images)
-    own = {str(item.path) for item in found.images}
-    strays = tuple(
-        (os.path.relpath(file, place.root), why) for file, why in reasons.items() if file not in own
-    )
-    result = Snapshot(
-        settings=settings, complete=True, asked=asked, pictures=_with_copies(pictures), strays=strays
-    )
+    pictures, strays = look(found, place.root, sizes)
+    result = Snapshot(settings=settings, complete=True, asked=asked, pictures=pictures, strays=strays)
     snapshot.keep(place, snapshot.SNAPSHOT_NAME, result)
 
 
@@ -193,41 +186,6 @@ def _known(place: Place, marks: dict[Path, list[int]]) -> dict[Path, Measured]:
     kept = {Path(name): row for name, row in rows.items()}
     same = [path for path, mark in marks.items() if path in kept and kept[path][0] == mark]
     return {path: Measured(**kept[path][1]) for path in same}
-
-
-def _picture(
-    place: Place, item: Captioned, settings: Settings, found: Found, reasons: dict[str, str]
-) -> Picture:
-    """The row of one picture."""
-    measured, names = found.good.get(item.path), [item.path, *item.masks, *item.controls]
-    name, *others = (path.relative_to(place.root).as_posix() for path in names)
-    why = tuple(text for text in (reasons.get(str(item.path), ""),) if text)
-    row = Picture(
-        name=name,
-        caption=item.caption,
-        caption_from=os.path.relpath(item.caption_from, place.root) if item.caption_from else "",
-        problems=why,
-        mask="".join(others[: len(item.masks)]),
-        controls=tuple(others[len(item.masks) :]),
-    )
-    if measured is None:
-        return row
-    size = (measured.width, measured.height)
-    bucket = nearest_bucket(*size, buckets(settings.resolution, settings.model.pixel_multiple))
-    shape = {"width": size[0], "height": size[1], "bucket": bucket, "crop": crop_box(size, bucket)}
-    return Picture(**(vars(row) | shape | {"sha256": measured.content_sha256}))
-
-
-def _with_copies(pictures: tuple[Picture, ...]) -> tuple[Picture, ...]:
-    """The pictures, each second one of the same bytes with the name of the first."""
-    first: dict[str, str] = {}
-
-    def rows() -> Iterator[Picture]:
-        for one in pictures:
-            name = first.setdefault(one.sha256, one.name) if one.sha256 else one.name
-            yield one if name == one.name else Picture(**(vars(one) | {"copy_of": name}))
-
-    return tuple(rows())
 
 
 def _keep_thumbnail(target: Path, path: Path) -> None:
@@ -269,7 +227,7 @@ def main() -> int:
     try:
         match task["task"]:
             case "look":
-                look(place)
+                look_at(place)
             case "judge":
                 print(json.dumps(judge(place, Path(task["path"]))))
             case "preview":

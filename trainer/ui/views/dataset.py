@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from trainer.data.captions import with_trigger_word
+from trainer.data.sets.look import Picture
 from trainer.errors import DataError
 from trainer.ui.datasets import edits, worker
 from trainer.ui.datasets.places import Place, folders, place_of, places
 from trainer.ui.datasets.snapshot import (
-    Picture,
     Progress,
     Settings,
     picture_families,
@@ -32,15 +32,15 @@ TILES = 60
 """Pictures of one page of the grid."""
 _START_NANOSECONDS = 30 * 10**9
 """Time in which a worker has begun, on a busy machine too."""
-FILTERS: Mapping[str, tuple[str, Callable[[Picture, int], bool]]] = {
-    "all": ("All", lambda one, tokens: True),
-    "problems": ("Problems", lambda one, tokens: bool(one.problems)),
-    "no-caption": ("No caption", lambda one, tokens: not one.caption),
-    "small": ("Small", lambda one, tokens: one.enlarged > 1),
-    "copies": ("Copies", lambda one, tokens: bool(one.copy_of)),
-    "long": ("Long caption", lambda one, tokens: one.is_long(tokens)),
+FILTERS: Mapping[str, tuple[str, Callable[[Picture, float], bool]]] = {
+    "all": ("All", lambda one, most: True),
+    "problems": ("Problems", lambda one, most: bool(one.problem)),
+    "no-caption": ("No caption", lambda one, most: not one.caption),
+    "small": ("Small", lambda one, most: one.enlarged > 1),
+    "copies": ("Copies", lambda one, most: bool(one.copy_of)),
+    "long": ("Long caption", lambda one, most: len(one.caption.encode()) > most),
 }
-"""Titles and conditions of filters; the number is how many tokens of a caption count."""
+"""Titles and conditions of filters; the number is how many bytes of a caption are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +151,7 @@ def datasets_view(studio: Studio) -> list[Row]:
                 place=place,
                 is_looking=worker.is_looking(place),
                 pictures=len(found.pictures) if found else None,
-                problems=sum(bool(one.problems) for one in found.pictures) + len(found.strays)
-                if found
-                else 0,
+                problems=sum(bool(one.problem) for one in found.pictures) + len(found.strays) if found else 0,
             )
         )
     return rows
@@ -185,25 +183,25 @@ def dataset_view(
     """
     place = place_of(studio, given)
     snapshot, pictures, settings = read_snapshot(place), pictures_by_id(place), read_settings(place)
-    show, tokens = show if show in FILTERS else "all", settings.tokens
+    show, most = show if show in FILTERS else "all", settings.caption_bytes
     shown = [
         key
         for key, one in pictures.items()
-        if FILTERS[show][1](one, tokens)
+        if FILTERS[show][1](one, most)
         and (not bucket or bucket == f"{one.bucket[0]}x{one.bucket[1]}")
         and (not search or search.casefold() in f"{one.name}\n{one.caption}".casefold())
     ]
     pages = max(1, math.ceil(len(shown) / TILES))
     page = min(max(1, page), pages)
     rows = pictures.values()
-    buckets = Counter(one.bucket for one in rows if one.sha256 and not one.problems)
+    buckets = Counter(one.bucket for one in rows if one.sha256 and not one.problem)
     return DatasetView(
         place=place,
         look=look_view(studio, given),
         settings=settings,
         families={family.name: family.title for family in picture_families()},
         folders={identifier(studio.data, studio.data / name): name for name in folders(studio)},
-        counts={name: sum(test(one, tokens) for one in rows) for name, (_, test) in FILTERS.items()},
+        counts={name: sum(test(one, most) for one in rows) for name, (_, test) in FILTERS.items()},
         buckets=dict(sorted(buckets.items())),
         alone=sum(count == 1 for count in buckets.values()),
         strays=snapshot.strays if snapshot else (),

@@ -24,7 +24,7 @@ def make(studio: Studio, name: str = "cats", **captions: str) -> Place:
 def looked(place: Place) -> Snapshot:
     """The data set after a look in this process."""
     worker.note_request(place)
-    worker.look(place)
+    worker.look_at(place)
     found = read_snapshot(place)
     assert found is not None
     return found

@@ -34,10 +34,10 @@ def test_every_picture_is_a_row_with_its_faults(studio: Studio) -> None:
     found = looked(place)
     rows = {one.name: one for one in found.pictures}
     assert list(rows) == ["cats/a.png", "cats/b.png", "cats/bare.png", "cats/broken.png", "cats/copy.png"]
-    assert rows["cats/a.png"].caption == "a cat" and not rows["cats/a.png"].problems
+    assert rows["cats/a.png"].caption == "a cat" and not rows["cats/a.png"].problem
     assert rows["cats/copy.png"].copy_of == "cats/a.png"
-    assert rows["cats/bare.png"].problems == ("the image has no caption",)
-    assert "damaged" in rows["cats/broken.png"].problems[0] and not rows["cats/broken.png"].sha256
+    assert rows["cats/bare.png"].problem == "the image has no caption"
+    assert "damaged" in rows["cats/broken.png"].problem and not rows["cats/broken.png"].sha256
     assert [name for name, _ in found.strays] == ["cats/drawing.svg"]
     view = dataset_view(studio, place.id)
     assert view.counts == {"all": 5, "problems": 2, "no-caption": 1, "small": 4, "copies": 1, "long": 0}
@@ -58,8 +58,8 @@ def test_masks_and_controls_lie_beside_their_picture(studio: Studio) -> None:
     settings = snapshot.Settings(family=family.name, resolution=64, mask="masks", controls=("edits",))
     snapshot.keep(place, snapshot.SETTINGS_NAME, settings)
     first, second = looked(place).pictures
-    assert (first.mask, first.controls, first.problems) == ("masks/a.png", ("edits/a.png",), ())
-    assert second.mask == "" and "no mask b.*" in second.problems[0]
+    assert (first.mask, first.controls, first.problem) == ("masks/a.png", ("edits/a.png",), "")
+    assert second.mask == "" and "no mask b.*" in second.problem
 
 
 def box_by_pixels(path: Path, bucket: tuple[int, int]) -> tuple[float, float, float, float]:
@@ -178,7 +178,7 @@ def test_hostile_files_are_told_and_harm_nothing(studio: Studio, tmp_path: Path)
     (place.folder / "out").symlink_to(studio.models)
     os.mkfifo(place.folder / "pipe.png")
     found = looked(place)
-    rows = {one.name: "".join(one.problems) for one in found.pictures}
+    rows = {one.name: one.problem for one in found.pictures}
     assert "178 million" in rows["cats/bomb.png"] and "an SVG drawing" in rows["cats/svg.png"]
     strays = dict(found.strays)
     assert "leads out" in strays["cats/link.png"] and "leads out" in strays["cats/out"]

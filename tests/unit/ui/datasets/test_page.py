@@ -157,7 +157,7 @@ def test_metadata_becomes_files_and_comes_back(client: TestClient, studio: Studi
     assert tree(place.folder) == {
         "a.png": before["a.png"], "a.txt": b"row a\n", "b.png": before["b.png"], "b.txt": b"row b\n",
     }  # fmt: skip
-    assert not any(one.problems for one in looked(place).pictures)
+    assert not any(one.problem for one in looked(place).pictures)
     client.post(f"/data/{place.id}/undo")
     assert tree(place.folder) == before
 
