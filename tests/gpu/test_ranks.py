@@ -51,8 +51,8 @@ def summed(rank: int, size: int, place: Path, dtype: torch.dtype, answers: Any) 
                 losses.append(torch.tensor(0.1 * (start + rank), device=device))
             exchange.add_round(count)
         digest = torch.zeros((), dtype=torch.float64, device=device)
-        asked, seconds = 75 * rank, 1.0 + rank
-        loss, said = agree(ranks, losses, MICRO_BATCHES, asked=asked, seconds=seconds, digest=digest)
+        words = {"asked": 75 * rank, "orders": 2 * ranks.first, "seconds": 1.0 + rank}
+        loss, said = agree(ranks, losses, MICRO_BATCHES, **words, digest=digest)
         exchange.take(total)
         answers.put((rank, total.cpu().numpy(), float(loss), said.tolist(), ranks.gathered(rank)))
         ranks.meet()
@@ -77,7 +77,7 @@ def test_sums_over_nccl_are_those_of_one_process(dtype: torch.dtype, tmp_path: P
     for _, total, agreed, said, gathered in found:
         assert torch.equal(torch.from_numpy(total), wanted.cpu())
         assert agreed == float(loss)
-        assert said == [75.0 * (COUNT - 1), 0.0, *(1.0 + rank for rank in range(COUNT))]
+        assert said == [75.0 * (COUNT - 1), 0.0, 2.0, *(1.0 + rank for rank in range(COUNT))]
         assert gathered == list(range(COUNT))
 
 

@@ -24,6 +24,7 @@ class Row:
 COMMANDS: dict[str, Row] = {
     "plan": Row(target="trainer.cli.plan:plan", summary="Show what a run will do here, and why."),
     "train": Row(target="trainer.cli.train:train", summary="Train, prove and save; resumes by itself."),
+    "queue": Row(target="trainer.cli.queue:queue", summary="Have runs wait for GPUs, in their order."),
     "fetch": Row(target="trainer.cli.fetch:fetch", summary="Download the base model."),
     "cache": Row(target="trainer.cli.train:cache", summary="Encode images and captions ahead of a run."),
     "probe": Row(target="trainer.cli.probe:probe", summary="Measure this machine."),

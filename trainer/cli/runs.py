@@ -109,6 +109,33 @@ def compare(folders: tuple[Path, ...], as_csv: bool, plot: Path | None) -> None:
     _plot(found, plot)
 
 
+@shown_below_options
+@runs.command()
+@click.argument("folder", metavar="RUN", type=_PATH)
+@click.argument("order", metavar="ORDER", type=click.Choice(["save", "sample", "stop"]))
+@click.option("--wait", is_flag=True, help="Return once it is done, or the run has ended.")
+def control(folder: Path, order: str, wait: bool) -> int:
+    """Ask a run that trains to `save` a checkpoint, to `sample` previews, or to `stop`.
+    \f
+    Examples:
+      trainer runs control runs/my-lora save
+      trainer runs control runs/my-lora sample --wait
+      trainer runs control runs/my-lora stop
+
+    It looks between two steps; training goes on after `save` and `sample`, and `stop` is as SIGTERM: the run
+    saves and ends with 75. A run that still loads or encodes comes to `save` and `sample` when it trains.
+    """
+    from trainer.telemetry.control import Order, answered, ask
+
+    asked = ask(folder, Order(order))
+    say(f"asked {folder} to {order}", err=True)
+    if wait:
+        found = answered(folder, asked)
+        say(f"{order}: done at step {found.step}: {found.done}" if found else "the run ended before")
+        return 0 if found else 1
+    return 0
+
+
 def _shown(run: Run) -> list[list[str]]:
     """Rows of `trainer runs show`: figures, how the run goes or ended, checkpoints and LoRA files."""
     from trainer.words.sizes import GIB

@@ -14,7 +14,8 @@ from trainer.cli.output import say, shown_below_options
 @click.command()
 @config_arguments_and_machine
 @click.option("--no-probe", is_flag=True, help="Do not measure kernels that have no verdict yet.")
-def train(layers: Layers, no_probe: bool) -> int:
+@click.option("--share-gpu", is_flag=True, help="Start also on a GPU that a job of `trainer queue` has.")
+def train(layers: Layers, no_probe: bool, share_gpu: bool) -> int:
     """Train, prove and save: a LoRA or a full fine-tune, as the configuration says.
     \f
     Examples:
@@ -33,11 +34,13 @@ def train(layers: Layers, no_probe: bool) -> int:
     from trainer.cli.measure import planned
     from trainer.config import environment, launchers
     from trainer.engine.spec import Job
+    from trainer.machine.driver import visible_uuids
     from trainer.planning.data_rows import require_dataset, with_data
     from trainer.planning.epochs import with_epochs
     from trainer.planning.kept_decisions import continued
     from trainer.planning.render import plan_text
     from trainer.planning.scoring_row import with_scoring
+    from trainer.queue.beside import require_unleased
 
     launch = launchers.found(environment.snapshot())
     stop_before_start(launch)
@@ -50,6 +53,9 @@ def train(layers: Layers, no_probe: bool) -> int:
     facts, plan = planned(loaded, probe=not no_probe)
     plan = with_scoring(with_data(plan, loaded.config), loaded)
     say(plan_text(plan), err=True)  # stdout belongs to results
+    if plan.device == "cuda" and not share_gpu:
+        order = visible_uuids()
+        require_unleased([order[place] for place in plan.devices if place < len(order)])
     require_free_memory(plan, facts)
     return run_job(loaded, facts, plan, Job(mode="train"), port=port)
 

@@ -43,11 +43,12 @@ def ui(
     try:
         from trainer.ui.serve import serve
     except ModuleNotFoundError as error:
-        if error.name not in _PACKAGES:
+        package = (error.name or "").partition(".")[0]
+        if package not in _PACKAGES:
             raise
         from trainer.words import extras
 
-        what = f"the package {error.name} is not installed"
+        what = f"the package {package} is not installed"
         raise ConfigError(what, where="trainer ui", remedy=extras.remedy("ui")) from error
     from trainer.config import environment
     from trainer.ui.studio import Studio

@@ -52,6 +52,9 @@ VARIABLES: tuple[Variable, ...] = (
              "where the training process leaves its status and metrics; a tmpfs in containers"),
     Variable("TRAINER_CACHE_DIR", "$XDG_CACHE_HOME/trainer",
              "encoded samples and kernel verdicts; `data.cache_dir` goes before it for samples"),
+    Variable("TRAINER_QUEUE_DIR", "~/.local/state/trainer/queue",
+             "jobs of `trainer queue`, with their configurations and outputs; on a disk of this machine"),
+    Variable("TRAINER_QUEUE_JOB", "", "set by the queue for its own runs: the number of the job"),
     Variable("TRAINER_METRICS_PORT", str(DEFAULT_METRICS_PORT),
              "port of /metrics, /healthz and /readyz; 0 opens none"),
     Variable("TRAINER_METRICS_ADDRESS", LOOPBACK,
@@ -207,6 +210,11 @@ def hub_cache_dir() -> Path:
         return Path(cache).expanduser()
     folder = Path(home) if home else Path(base or "~/.cache") / "huggingface"
     return folder.expanduser() / "hub"
+
+
+def queue_dir() -> Path:
+    """Folder of the queue's jobs; it need not exist yet."""
+    return Path(read("TRAINER_QUEUE_DIR") or "~/.local/state/trainer/queue").expanduser()
 
 
 def cache_dir(config: RunConfig, environ: Mapping[str, str] | None = None) -> Path:

@@ -289,10 +289,6 @@ class ParallelSection(Section):
     fine-tune every GPU holds its rows of all weights and moments, with `auto` as with `full`."""
 
 
-KID_LEAST, FID_LEAST = 50, 10_000
-"""The fewest pictures, of each kind, that KID and FID are measured on."""
-
-
 class EarlyStopSection(Section):
     """The end of training before its last step, where a metric gets no better."""
 
@@ -366,6 +362,8 @@ class CheckpointSection(Section):
     resume_from_checkpoint: Literal["auto", "never"] | UserPath = "auto"
     """`auto` continues the newest valid checkpoint in `output_dir`, `never` refuses a folder that holds one;
     a path names one checkpoint."""
+    lora_files: bool = False
+    """Write the LoRA of every checkpoint into its folder as well, in `lora/`, to try it and compare steps."""
     keep_best: bool = True
     """With held-out samples: keep the LoRA of the lowest validation loss in `best/` of the run's folder."""
 

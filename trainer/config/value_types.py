@@ -71,5 +71,7 @@ UserPath = Annotated[Path, BeforeValidator(_expand_home), BeforeValidator(_rejec
 """Relative paths start at the current directory, not at the file that names them."""
 
 
+KID_LEAST, FID_LEAST = 50, 10_000
+"""The fewest pictures, of each kind, that KID and FID are measured on."""
 RANKS = "a mapping of layers to whole numbers from 1 to 1024, such as {to_q: 8}"
 ALPHAS = "a mapping of layers to numbers above 0, such as {to_q: 8}"

@@ -32,7 +32,7 @@ from trainer.engine.results import proof
 from trainer.engine.results.full import export_full, prove_full
 from trainer.engine.results.pictures import before_after, row, shown, write_png
 from trainer.engine.spec import Spec
-from trainer.engine.training import loop, rounds, state
+from trainer.engine.training import loop, orders, rounds, state
 from trainer.engine.training.epochs import with_steps
 from trainer.engine.training.feed import varies
 from trainer.engine.training.graphs import Graphs
@@ -213,6 +213,7 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
         if strip is not None:
             context.say(f"previews: {strip}")
             write_before_after(context, run.entries, step)
+    orders.answer_rest(run, step)
     score_previews(run, step)
     if context.device != "cpu" and context.status.device_memory:  # a plan that is wrong should be seen
         plan, training = context.plan, context.status.device_memory()

@@ -33,7 +33,7 @@ class CudaCallError(Exception):
     """A call of the driver library failed; the text is the call and the library's own name of the error."""
 
 
-class _Memory(ctypes.Structure):
+class Memory(ctypes.Structure):
     """nvmlMemory_t of nvml.h."""
 
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
@@ -69,9 +69,24 @@ def query_gpus(
     return DriverReport(cuda=version, gpus=tuple(told))
 
 
+def visible_uuids(libraries: tuple[str, ...] = LIBCUDA) -> tuple[str, ...]:
+    """UUIDs of the visible GPUs in libcuda's order, `GPU-...`; "" of one whose UUID the driver does not tell,
+    none without GPUs.
+    """
+    library = _open(libraries)
+    if library is None:
+        return ()
+    environment.number_gpus_by_slot()
+    try:
+        _call(library, "cuInit", ctypes.c_uint(0))
+        return tuple(_uuid(library, index) for index in range(_int(library, "cuDeviceGetCount")))
+    except CudaCallError:
+        return ()
+
+
 def nvml_driver_version(libraries: tuple[str, ...] = LIBNVML) -> Version | None:
     """The driver's version from NVML, for hosts without /proc/driver/nvidia (WSL); None without an answer."""
-    library = _opened_nvml(libraries)
+    library = opened_nvml(libraries)
     if library is None:
         return None
     buffer = ctypes.create_string_buffer(_NAME_BYTES)
@@ -87,7 +102,7 @@ def _open(libraries: tuple[str, ...]) -> ctypes.CDLL | None:
     return None
 
 
-def _opened_nvml(libraries: tuple[str, ...]) -> ctypes.CDLL | None:
+def opened_nvml(libraries: tuple[str, ...]) -> ctypes.CDLL | None:
     """NVML, to be shut down; None where it is missing, does not answer, or is a stub for linking."""
     library = _open(libraries)
     try:
@@ -127,12 +142,12 @@ def _uuid(library: ctypes.CDLL, index: int) -> str:
 
 def _free_memory(uuids: Sequence[str], libraries: tuple[str, ...]) -> tuple[int | None, ...]:
     """Free bytes of each GPU; None for those of which NVML does not tell."""
-    library = _opened_nvml(libraries)
+    library = opened_nvml(libraries)
     if library is None:
         return (None,) * len(uuids)
     found: list[int | None] = []
     for one in uuids:
-        handle, memory = ctypes.c_void_p(), _Memory()
+        handle, memory = ctypes.c_void_p(), Memory()
         known = library.nvmlDeviceGetHandleByUUID(one.encode(), ctypes.byref(handle)) == 0
         told = known and library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
         found.append(memory.free if told else None)

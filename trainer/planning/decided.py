@@ -252,8 +252,10 @@ def _disk(situation: Situation, chosen: fit.Outcome) -> tuple[int, Decision]:
     count = min(config.checkpoint.checkpoints_total_limit + 1, saved)
     # the best one's, and what is to take its place
     copies = 3 if keeps_best(config) else 1
+    copies += count if config.method == "lora" and config.checkpoint.lora_files else 0
     size = disk.disk_bytes(chosen.storage, situation.geometry, checkpoints=count, copies=copies)
-    reason = f"{count} checkpoint{'s' if count != 1 else ''} in output_dir, and the final files"
+    each = ", each with its LoRA," if config.checkpoint.lora_files else ","
+    reason = f"{count} checkpoint{'s' if count != 1 else ''} in output_dir{each} and the final files"
     return size, Decision("disk", gib(size), "auto", reason)
 
 

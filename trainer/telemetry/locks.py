@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypedDict
 
 from trainer.errors import ConfigError, Problem, StoppedError
 
@@ -60,7 +61,7 @@ def holding(
         # on a full disk nothing says who holds it, which is what an unknown holder is
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(place() | {"supervisor": supervisor}).encode(), 0)
+            os.pwrite(descriptor, json.dumps({**place(), "supervisor": supervisor}).encode(), 0)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -156,8 +157,15 @@ def is_alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
-def place() -> dict[str, str]:
-    """The boot of this machine and its set of processes: only within them process ids can be compared."""
+class Place(TypedDict):
+    """The boot of a machine and a set of its processes: only within them process ids can be compared."""
+
+    boot: str
+    processes: str
+
+
+def place() -> Place:
+    """The place of this process; empty words where the kernel does not tell."""
     try:
         return {"boot": boot_id(), "processes": str(_PROCESSES.readlink())}
     except OSError:

@@ -14,6 +14,7 @@ from trainer.config.reading import strict_yaml
 from trainer.config.tree import leaves
 from trainer.errors import ConfigError, DataError
 from trainer.files import atomic
+from trainer.telemetry import control
 from trainer.telemetry.run_folder import results
 from trainer.telemetry.run_folder.plan import RecordedPlan, read_plan
 from trainer.telemetry.run_folder.process import PROCESS_FILE, End, Process, end_of, is_running, read_process
@@ -66,6 +67,8 @@ class Run:
     """Heartbeats of its ranks while it runs, rank 0 first; empty where their folder is not seen from here."""
     health: Verdict | None = None
     """Judgement of these heartbeats at the time of reading."""
+    requests: Sequence[control.Request] = ()
+    """Requests to it while it runs, and its answers (`control.ask`)."""
     end: End | None = None
     """How its last attempt ended; None while it runs, and where that is not recorded."""
     plan: RecordedPlan | None
@@ -172,6 +175,7 @@ def read_run(folder: Path) -> Run:
             process=process,
             statuses=statuses,
             health=verdict_of_ranks(statuses, time.monotonic()) if statuses else None,
+            requests=control.requests(Path(process.runtime_dir)) if statuses and process else (),
             end=None if running or process is None else end_of(process),
             plan=read_plan(folder),
             samples=results.samples(folder),

@@ -127,6 +127,8 @@ class StatusWriter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        """Folder of this rank's status; of rank 0 the run's runtime folder."""
         self._path = directory / STATUS_FILE
         self._ranks = ranks
         self._interval = interval_seconds

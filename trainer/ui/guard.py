@@ -62,8 +62,10 @@ class Guard:
         self._app, self._access, self._hosts, self._refused = app, access, hosts, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
         if scope["type"] != "http":
-            return  # no websockets, and nothing to do at start and end
+            return
         body = _Body(receive, _limit(scope["path"]))
         guarded = _Answer(send, scope["path"])
         answer = await self._judge(scope, body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import threading
 from collections.abc import Callable
 
 import uvicorn
@@ -15,6 +16,7 @@ from trainer.telemetry import locks
 from trainer.ui.access import TOKEN_FILE, Access
 from trainer.ui.app import LOOPBACK_HOSTS, create_app
 from trainer.ui.studio import Studio
+from trainer.ui.views.runs import runs_view
 
 LOCK_FILE = "lock"
 _MOST_REQUESTS = 256
@@ -52,6 +54,8 @@ def serve(
                 limit_concurrency=_MOST_REQUESTS,
                 timeout_graceful_shutdown=_LAST_SECONDS,
             )
+            # rows of runs are kept once they were read: the first page need not wait for all of them
+            threading.Thread(target=runs_view, args=(studio,), daemon=True).start()
             uvicorn.Server(config).run(sockets=[listening])
 
 

@@ -44,6 +44,7 @@ def loaded(folder: Path, *overrides: str) -> Loaded:
         (["train.lr_power=2"], ("no effect without `train.lr_scheduler: polynomial`", "remove it")),
         (["train.lr_num_cycles=2"], ("no effect without", "cosine_with_restarts")),
         (["train.tracker_project_name=a"], ("no effect without `train.report_to: wandb`", "remove")),
+        (["method=full", "checkpoint.lora_files=true"], ("no effect with `method: full`", "method: lora")),
         (["checkpoint.keep_best=true"], ("no effect without held-out samples", "remove it")),
         (["method=full", "lora.rank_pattern={to_q: 2}"], ("`lora.rank_pattern` has no", "method: lora")),
         (["lora.rank_pattern={to_q: 0}"], ("`lora.rank_pattern`: expected a mapping", "leave it out")),

@@ -92,7 +92,9 @@ def test_parameters_get_their_sums_and_none_where_there_is_none(pool: Workers) -
 
 
 def agreed(ranks: Ranks, micro_batches: int, asked: int, odd: int) -> tuple[float, Told]:
-    """Rank 1 was asked to end; the weights of rank `odd` differ by one bit, if there is such a rank."""
+    """Rank 1 was asked to end, rank 0 for two orders; weights of rank `odd`, if there is one, differ by a
+    bit.
+    """
     parameter = torch.nn.Parameter(torch.ones(3))
     updater = Updater({"all": parameter}, TrainSection(max_train_steps=1), "adamw_fused_fp32", ranks)
     if ranks.rank == odd:
@@ -103,6 +105,7 @@ def agreed(ranks: Ranks, micro_batches: int, asked: int, odd: int) -> tuple[floa
         own,
         micro_batches,
         asked=asked * (ranks.rank == 1),
+        orders=3 if ranks.first else 0,
         seconds=1.0 + ranks.rank,
         digest=updater.digest(),
     )
@@ -114,9 +117,9 @@ def test_ranks_agree_on_the_loss_and_on_ending(pool: Workers, micro_batches: int
     wanted = torch.zeros((), dtype=torch.float64)
     for number in range(micro_batches):
         wanted += torch.tensor(0.1 * number)
-    three = Told(asked=75, unequal=False, seconds=(1.0, 2.0, 3.0))
+    three = Told(asked=75, unequal=False, orders=3, seconds=(1.0, 2.0, 3.0))
     assert pool.call(agreed, 3, micro_batches, 75, -1) == [(float(wanted), three)] * 3
-    two = Told(asked=0, unequal=False, seconds=(1.0, 2.0))
+    two = Told(asked=0, unequal=False, orders=3, seconds=(1.0, 2.0))
     assert pool.call(agreed, 2, micro_batches, 0, -1) == [(float(wanted), two)] * 2
 
 

@@ -29,6 +29,7 @@ TORCH_FREE = (
         "container",
         "doctor",
         "ui",
+        "queue",
     ),
 )
 MOST_MODULES = 14

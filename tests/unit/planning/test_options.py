@@ -122,6 +122,14 @@ def test_disk_counts_the_best_and_what_is_to_take_its_place(tmp_path: Path) -> N
     assert kept.disk_bytes - off.disk_bytes == 2 * 2 * 2 * count
 
 
+def test_disk_counts_a_lora_beside_each_checkpoint(tmp_path: Path) -> None:
+    plain, beside = planned(tmp_path, "h200"), planned(tmp_path, "h200", "checkpoint.lora_files=true")
+    (said,) = [row.reason for row in beside.decisions if row.feature == "disk"]
+    assert said == "4 checkpoints in output_dir, each with its LoRA, and the final files"
+    # two files in bf16 for each of four
+    assert beside.disk_bytes - plain.disk_bytes == 4 * 2 * 2 * (bytes_of(plain)["optimizer state"] // 8)
+
+
 @pytest.mark.parametrize(
     "override", ["lora.type=dora", "lora.type=lokr", "lora.dropout=0.1", "model.dtype=fp16"]
 )

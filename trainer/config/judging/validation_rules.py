@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from trainer.config.judging.rule import Clash, Context, Rule
-from trainer.config.schema import FID_LEAST, KID_LEAST, RunConfig
+from trainer.config.schema import RunConfig
+from trainer.config.value_types import FID_LEAST, KID_LEAST
 
 _METRICS, _EARLY = "validation.metrics", "validation.early_stop"
 _LEAST = {

@@ -20,8 +20,8 @@ from trainer.errors import ConfigError, ExitCode, HardwareError, TrainerError
 from trainer.files import codec
 from trainer.machine import idle
 from trainer.machine.clocks import Look
-from trainer.planning.kept_decisions import PLAN_FILE
 from trainer.planning.plan import Plan
+from trainer.telemetry.run_folder.plan import PLAN_FILE
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 from trainer.telemetry.supervising.signals import collected
 

@@ -23,7 +23,7 @@ from trainer.engine.ranks import Ranks
 # values of a slice are a multiple of it: 32 bytes of the smallest type
 _ALIGNMENT = 16
 # what a rank says of itself before its losses
-_WORDS = 3
+_WORDS = 4
 _SLOW, _SLOW_STEPS = 1.5, 20
 
 
@@ -35,14 +35,16 @@ class Told:
     """The largest exit code that one was asked to end with; 0 for none."""
     unequal: bool
     """Whether the weights of some differ."""
+    orders: int
+    """Bits of what rank 0 was asked to do between two steps."""
     seconds: tuple[float, ...]
     """Time of a sample of the last step on each, forward and backward; 0 where it had none."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Told:
         """The second of what `agree` gives, once it is on the host."""
-        asked, unequal, *seconds = values
-        return cls(asked=int(asked), unequal=bool(unequal), seconds=tuple(seconds))
+        asked, unequal, orders, *seconds = values
+        return cls(asked=int(asked), unequal=bool(unequal), orders=int(orders), seconds=tuple(seconds))
 
 
 class Stopwatch:
@@ -166,18 +168,19 @@ def agree(
     count: int,
     *,
     asked: int,
+    orders: int,
     seconds: float,
     digest: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of a step, and what all ranks say of themselves, for `Told.of`; on the device, in float64.
 
     `losses` are those of this rank's micro-batches, of `count` in all; they are added in the run's order.
-    `asked` is the exit code that this rank was asked to end with or 0, `seconds` as in `Told`, `digest` a
-    scalar on the device that is equal on all ranks whose weights are.
+    `asked` is the exit code that this rank was asked to end with or 0, `orders` 0 on all ranks but the first,
+    `seconds` as in `Told`, `digest` a scalar on the device that is equal on all ranks whose weights are.
     """
     rounds = -(-count // ranks.size)
     own = torch.zeros(_WORDS + rounds, device=digest.device, dtype=torch.float64)
-    own[0], own[1], own[2] = asked, seconds, digest
+    own[0], own[1], own[2], own[3] = asked, seconds, digest, orders
     for number, loss in enumerate(losses, start=_WORDS):
         own[number] = loss
     by_rank = own.new_zeros(ranks.size, _WORDS + rounds)
@@ -186,4 +189,4 @@ def agree(
     for loss in by_rank[:, _WORDS:].T.reshape(-1)[:count]:
         total += loss
     unequal = (by_rank[:, 2] != by_rank[0, 2]).any().to(own.dtype)
-    return total, torch.cat([by_rank[:, 0].max()[None], unequal[None], by_rank[:, 1]])
+    return total, torch.cat([by_rank[:, 0].max()[None], unequal[None], by_rank[:1, 3], by_rank[:, 1]])

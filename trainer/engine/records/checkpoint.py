@@ -75,8 +75,10 @@ def save(
     least_bytes: int,
     keep: int,
     on_tensor: Callable[[], None],
+    beside: Callable[[Path], None] = lambda folder: None,
 ) -> Path:
-    """Write a checkpoint, make it visible in one rename, then prune to the newest `keep`.
+    """Write a checkpoint, make it visible in one rename, then prune to the newest `keep`. `beside` writes
+    into its folder more than a resume reads.
 
     Raises StorageError with the older checkpoints untouched and the partial one removed, and DataError for a
     tensor that is empty or for `weights` of less than `least_bytes`.
@@ -95,6 +97,7 @@ def save(
                 "sha256": checksums,
             }
             state[_OWN] = _own_checksum(state)
+            beside(temporary)
             # it makes the folder a whole checkpoint
             write_text(temporary / _STATE, json.dumps(state, indent=1, sort_keys=True))
         # later ones are damaged, since the run went on from an earlier one, and are replaced on its way

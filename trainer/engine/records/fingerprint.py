@@ -82,6 +82,7 @@ FREE: tuple[str, ...] = (
     "validation.control_dir", "validation.metrics", "validation.clip_model", "validation.dinov2_model",
     "validation.copy_threshold", "validation.early_stop", "checkpoint.checkpointing_steps",
     "checkpoint.checkpoints_total_limit", "checkpoint.resume_from_checkpoint", "checkpoint.keep_best",
+    "checkpoint.lora_files",
 )  # fmt: skip
 """Keys that change no step: nothing is said of them."""
 

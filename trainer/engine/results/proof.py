@@ -134,18 +134,19 @@ def _move(source: Path, folder: Path) -> None:
         atomic.sync_directory(folder)
 
 
-def write_lora(context: Context, model: Any, folder: Path) -> Path:
+def write_lora(context: Context, model: Any, folder: Path, name: str = "") -> Path:
     """Write the adapter on `model` into `folder`, not proved, with the tokenizer of a chat template that the
-    run names. Raises StorageError.
+    run names. The file has the `name` of the run's folder if none is given. Raises StorageError.
     """
     write_chat_files(context.source, folder)
     state, config = lora.adapter_state(model), lora.adapter_config(model)
-    path = folder / f"{context.run_dir.resolve().name}.safetensors"
+    path = folder / f"{name or context.run_dir.resolve().name}.safetensors"
     return save_adapter(context.family, state, config, file_metadata(context), path)
 
 
-def write_twin(context: Context, model: Any, folder: Path) -> Path | None:
-    """Write the adapter on `model` into `folder` as ComfyUI reads it. Raises StorageError.
+def write_twin(context: Context, model: Any, folder: Path, name: str = "") -> Path | None:
+    """Write the adapter on `model` into `folder` as ComfyUI reads it, named as by `write_lora`. Raises
+    StorageError.
 
     None where ComfyUI takes no LoRA of the family, or has no name for one of its layers, which is said.
     """
@@ -156,7 +157,7 @@ def write_twin(context: Context, model: Any, folder: Path) -> Path | None:
     if nameless:
         context.say(f"no file for ComfyUI: it has no name for {len(nameless)} layers, first {nameless[0]}")
         return None
-    path = folder / f"{context.run_dir.resolve().name}.comfyui.safetensors"
+    path = folder / f"{name or context.run_dir.resolve().name}.comfyui.safetensors"
     write_comfyui(
         state,
         path,

@@ -12,7 +12,7 @@ from pathlib import Path
 from PIL import Image
 from torch import Tensor
 
-from trainer.config.schema import FID_LEAST, KID_LEAST
+from trainer.config.value_types import FID_LEAST, KID_LEAST
 from trainer.data.pictures.images import read_image
 from trainer.engine.scoring import measures
 from trainer.engine.scoring.models import Features, ScoringModel, loaded

@@ -16,7 +16,7 @@ from trainer.engine.context import Context
 from trainer.engine.optimizing.optimizer import FLOOR, HostFlag
 from trainer.engine.optimizing.schedule import learning_rate
 from trainer.engine.records import checkpoint
-from trainer.engine.training import rounds, together
+from trainer.engine.training import orders, rounds, together
 from trainer.engine.training.feed import Fed, feed
 from trainer.engine.training.state import Run, State, Work, save, take_part_in_save
 from trainer.errors import (
@@ -32,6 +32,7 @@ from trainer.families.values import ENDS, TEXT_MASK, Batch, Draw
 from trainer.modeling.attention.text_lengths import padded_text
 from trainer.modeling.blocks.compiled import graphs_compiled, mark_varying
 from trainer.modeling.seeds import seeded
+from trainer.telemetry.control import Order
 from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.sinks.records import ValidationRecord
 from trainer.telemetry.status import Phase
@@ -118,11 +119,13 @@ def _follow(work: Work, state: State) -> None:
             _one_step(work, state, steps)
             if state.step % every == 0 or state.step == total:
                 rounds.validate(work, state)
-            if state.step % config.checkpoint.checkpointing_steps == 0:
+            if state.step % config.checkpoint.checkpointing_steps == 0 or Order.SAVE in state.orders:
                 together.require_equal(work, state)
                 take_part_in_save(work, state)
             if state.step % every == 0 and state.step < total:
                 rounds.follow(work, state)
+            elif Order.SAMPLE in state.orders and state.step < total:
+                rounds.follow_asked(work, state)
         together.require_equal(work, state)
         if _saves_last(work):
             take_part_in_save(work, state)
@@ -269,7 +272,9 @@ def _check_finite(run: Work, state: State) -> None:
 
 
 def _after_step(run: Run, state: State, bar: Progress) -> None:
-    """Log, preview, validate and save where this step is due for it."""
+    """Log, preview, validate and save where this step is due for it, or was asked to."""
+    if run.context.ranks.size == 1:  # several agreed on it in this step
+        state.orders = orders.taken(run)
     config, step = run.context.config, state.step
     total, every = config.train.max_train_steps, config.validation.every_steps
     validation = None
@@ -285,12 +290,15 @@ def _after_step(run: Run, state: State, bar: Progress) -> None:
     bar.advance(1, text=_log(run, state, validation) if logs else "")
     with run.journal.untimed():
         # saved first: a failing preview loses no step, and a resumed run draws the preview that is missing
-        if step % config.checkpoint.checkpointing_steps == 0:
+        if step % config.checkpoint.checkpointing_steps == 0 or Order.SAVE in state.orders:
             _check_finite(run, state)
             together.require_equal(run, state)
             save(run, state)
         if step % every == 0 and step < total:
             rounds.draw(run, state)
+        elif Order.SAMPLE in state.orders and step < total:
+            rounds.draw_asked(run, state)
+        orders.answer(run, state)
 
 
 def _log(run: Run, state: State, validation: ValidationRecord | None) -> str:

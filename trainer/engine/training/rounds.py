@@ -80,6 +80,21 @@ def draw(run: Run, state: State) -> None:
         _stop_early(run, state)
 
 
+def draw_asked(run: Run, state: State) -> None:
+    """Previews that somebody asked for: not measured, and no round that early stopping counts."""
+    together.require_equal(run, state)
+    with beside_training(run):
+        draw_previews(run, state.step)
+
+
+def follow_asked(work: Work, state: State) -> None:
+    """Take this rank's part in `draw_asked`."""
+    together.require_equal(work, state)
+    if work.context.config.validation.prompts:
+        with beside_training(work):
+            sample(work.context, work.built.model, work.entries, work.context.ranks)
+
+
 def follow(work: Work, state: State) -> None:
     """Take this rank's part in `draw`."""
     _stop_early(work, state)
@@ -89,9 +104,7 @@ def follow(work: Work, state: State) -> None:
 
 
 def _draw(run: Run, state: State) -> None:
-    together.require_equal(run, state)
-    with beside_training(run):
-        draw_previews(run, state.step)
+    draw_asked(run, state)
     if run.context.config.validation.metrics:
         run.context.ranks.agreed(functools.partial(_score, run, state))
 
@@ -106,10 +119,7 @@ def _score(run: Run, state: State) -> None:
 
 def _draw_share(work: Work, state: State) -> None:
     """Draw this rank's previews where rank 0 draws all of a step."""
-    together.require_equal(work, state)
-    if work.context.config.validation.prompts:
-        with beside_training(work):
-            sample(work.context, work.built.model, work.entries, work.context.ranks)
+    follow_asked(work, state)
     if work.context.config.validation.metrics:
         work.context.ranks.agreed(lambda: None)
 

@@ -20,11 +20,13 @@ from trainer.engine.records import checkpoint
 from trainer.engine.records.early_stop import Patience
 from trainer.engine.records.journal import Journal
 from trainer.engine.records.resume import Start
+from trainer.engine.results.checkpoint_lora import write_step_lora
 from trainer.engine.scoring.score import Scorer
 from trainer.engine.training.graphs import Graphs
 from trainer.engine.training.held_out import HeldOut
 from trainer.engine.training.work import Counter
 from trainer.errors import DataError, TrainerError
+from trainer.telemetry.control import Order
 from trainer.telemetry.status import Phase
 
 
@@ -77,6 +79,8 @@ class State:
     """1.0 where the last step was not finite; read one step later."""
     told: HostFlag | None = None
     """Answers of the ranks to each other in the last step; read with the flag. None for one process."""
+    orders: tuple[Order, ...] = ()
+    """Orders that are carried out after this step, by all ranks alike."""
     watch: Stopwatch | None = None
     """Times this rank's own work, where there are several."""
     slow: SlowRanks = field(default_factory=SlowRanks)
@@ -116,10 +120,19 @@ def save(run: Run, state: State) -> None:
         least_bytes=state.updater.saved_bytes,
         keep=context.config.checkpoint.checkpoints_total_limit,
         on_tensor=functools.partial(context.status.beat, Phase.SAVE, step=state.step),
+        beside=functools.partial(_write_lora, run, state.step),
     )
     state.saved_step, state.saved_in = state.step, folder
     run.journal.metrics.checkpoint(state.step)
     context.say(f"checkpoint {folder.name} saved")
+
+
+def _write_lora(run: Run, step: int, folder: Path) -> None:
+    """Write the LoRA of this step, where the configuration wants one: of the mean, where one is kept."""
+    config = run.context.config
+    if config.method == "lora" and config.checkpoint.lora_files:
+        with run.built.updater.averaged():
+            write_step_lora(run.context, run.built.model, step, folder)
 
 
 def take_part_in_save(work: Work, state: State) -> None:

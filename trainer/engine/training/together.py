@@ -16,6 +16,7 @@ from trainer.engine.context import Context
 from trainer.engine.optimizing import exchange
 from trainer.engine.optimizing.exchange import Told
 from trainer.engine.optimizing.optimizer import HostFlag
+from trainer.engine.training import orders
 from trainer.engine.training.feed import Fed
 from trainer.engine.training.state import State, Work
 from trainer.errors import ExitCode, HardwareError, TrainerError
@@ -88,6 +89,7 @@ def check_told(work: Work, state: State) -> None:
         return
     context, said = work.context, Told.of(state.told.values())
     state.equal_step = max(state.equal_step, state.step - 1)
+    state.orders = orders.of_bits(said.orders)
     slow = state.slow.look(said.seconds)
     if slow:
         context.say(slow)
@@ -136,7 +138,13 @@ def agree(work: Work, state: State, steps: Steps, losses: Sequence[torch.Tensor]
     asked = max(work.context.stop.requested or 0, failed)
     digest, seconds = state.updater.digest(), 0.0 if state.watch is None else state.watch.lap()
     loss, said = exchange.agree(
-        work.context.ranks, losses, count, asked=asked, seconds=seconds, digest=digest
+        work.context.ranks,
+        losses,
+        count,
+        asked=asked,
+        orders=orders.bits(orders.taken(work)) if work.context.ranks.first else 0,
+        seconds=seconds,
+        digest=digest,
     )
     state.told = HostFlag(said)
     return loss

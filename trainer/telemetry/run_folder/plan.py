@@ -45,7 +45,15 @@ class RecordedPlan:
     """Free space that the run needs in its folder."""
     step_milliseconds: float
     """Predicted time of a micro-batch; 0.0 where the machine's rates are unknown."""
+    accumulation_steps: int
+    """Micro-batches of an optimizer step, which `ranks` processes share."""
+    ranks: int
     warnings: tuple[str, ...]
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Predicted time of an optimizer step; None where the machine's rates are unknown."""
+        return self.step_milliseconds * self.accumulation_steps / self.ranks / 1e3 or None
 
     def decision(self, feature: str) -> PlannedDecision | None:
         """The row of a feature; None without one."""
@@ -83,5 +91,7 @@ def _plan(raw: Mapping[str, Any]) -> RecordedPlan:
         budget_bytes=int(raw.get("budget_bytes", 0)),
         disk_bytes=int(raw.get("disk_bytes", 0)),
         step_milliseconds=float(raw.get("step_milliseconds", 0.0)),
+        accumulation_steps=int(raw.get("accumulation_steps", 1)),
+        ranks=max(1, int(raw.get("ranks", 1))),
         warnings=tuple(map(str, raw.get("warnings", ()))),
     )

@@ -47,6 +47,11 @@ class Process:
     problems: tuple[Problem, ...] = ()
     """Errors that it ended with."""
 
+    @property
+    def place(self) -> locks.Place:
+        """The place in which its process ids are those of processes."""
+        return {"boot": self.boot, "processes": self.processes}
+
 
 @dataclass(frozen=True, kw_only=True)
 class End:
@@ -84,12 +89,14 @@ def end(run_dir: Path, *, supervisor: int, exit_code: int, cause: str, problems:
     of this one's earlier attempt, keeps its own.
     """
     process = read_process(run_dir)
-    own = {"supervisor": supervisor, **locks.place()}
     if process is None:
         if not run_dir.is_dir() or (run_dir / PROCESS_FILE).exists() or locks.is_held(run_dir / LOCK_FILE):
             return
-        process = Process(runtime_dir="", started_unix_seconds=time.time(), **own)
-    if any(vars(process)[name] != value for name, value in own.items()) or process.exit_code is not None:
+        process = Process(
+            supervisor=supervisor, runtime_dir="", started_unix_seconds=time.time(), **locks.place()
+        )
+    own = process.supervisor == supervisor and process.place == locks.place()
+    if not own or process.exit_code is not None:
         return
     ended = dataclasses.replace(
         process,
@@ -125,9 +132,14 @@ def is_running(run_dir: Path, process: Process | None) -> bool:
     """
     if locks.is_held(run_dir / LOCK_FILE):
         return True
-    if process is None or process.exit_code is not None or not process.runtime_dir:
+    return process is not None and process.exit_code is None and is_supervised(process)
+
+
+def is_supervised(process: Process) -> bool:
+    """True if the supervisor of this process holds its runtime folder, as far as that is seen from here."""
+    if not process.runtime_dir:
         return False
-    holder = {"boot": process.boot, "processes": process.processes, "supervisor": process.supervisor}
+    holder = {**process.place, "supervisor": process.supervisor}
     return locks.is_held_by(Path(process.runtime_dir) / RUNTIME_LOCK, holder)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainer.config.secrets import shown
 from trainer.errors import Problem
-from trainer.telemetry import locks, status
+from trainer.telemetry import control, locks, status
 from trainer.telemetry.run_folder.process import ERROR_FILE
 from trainer.telemetry.sinks.metrics import METRICS_FILE
 from trainer.telemetry.status import LOCK_FILE, STATUS_FILE
@@ -22,6 +22,7 @@ def forget(runtime_dir: Path) -> None:
     """Remove what the ranks of a run left in its runtime folder."""
     for name in (STATUS_FILE, METRICS_FILE, ERROR_FILE):
         (runtime_dir / name).unlink(missing_ok=True)
+    control.forget(runtime_dir)
     for path in status.rank_folders(runtime_dir)[1:]:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -21,7 +21,8 @@ from pathlib import Path
 import trainer
 from trainer.config.environment import LOOPBACK
 from trainer.errors import PEER_LOST, ConfigError, ExitCode, StorageError
-from trainer.telemetry import status, stop
+from trainer.telemetry import control, status, stop
+from trainer.telemetry.control import Order
 from trainer.telemetry.status import Phase, StatusWriter, Verdict
 from trainer.telemetry.supervising import cause_of_death, memory_floor, server
 from trainer.telemetry.supervising.others import Others
@@ -264,12 +265,19 @@ class _Watch:
         self._end_with_others(ranks)
         if self.first == 0 and self._killed is None:
             self._look_at_heartbeats(ranks, now)
+            self._look_at_requests(ranks[0])
         grace = status.BUDGET_SECONDS[Phase.SAVE] * self.limits.budget_scale
         if self._asked is not None and now - self._asked[0] > grace:
             self._kill(ExitCode.HUNG, f"killed: it did not end within {grace:.1f} s after it was asked to")
         self._trained = self._trained or any(one is not None and one.phase is Phase.TRAIN for one in ranks)
         if self.unified_memory:
             self._look_at_memory(now)
+
+    def _look_at_requests(self, first: status.Status | None) -> None:
+        if control.take(self.directory, (Order.STOP,)):
+            self._ask(stop.ASK_SIGNAL, ExitCode.STOPPED, "asked to stop: the run saves and ends")
+            step = 0 if first is None or first.step is None else first.step
+            control.answer(self.directory, Order.STOP, step=step, done="the run saves and ends")
 
     def _end_with_others(self, ranks: Sequence[status.Status | None]) -> None:
         """Kill this parent's rank where one of another parent did not end well: it may wait for it."""

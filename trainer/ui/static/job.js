@@ -75,6 +75,9 @@
     }
   }
 
+  const log = document.getElementById("log");
+  if (log) log.scrollTop = log.scrollHeight;
+
   function soon() {
     if (!drawing) drawing = requestAnimationFrame(draw);
   }

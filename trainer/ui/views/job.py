@@ -143,7 +143,7 @@ def job_view(studio: Studio, run_id: str, *, level: str = LEVELS[0]) -> JobView:
     level = level if level in LEVELS else LEVELS[0]
     status = run.statuses[0] if run.statuses else None
     pace = status.median_step_seconds if status else None
-    hidden = ("family", "method", "state", "step")
+    hidden = ("family", "method", "state", "exit", "step")
     return JobView(
         id=run_id,
         name=name_of(studio.runs, folder),
@@ -194,19 +194,13 @@ def compared(run: Run) -> tuple[Compared, ...]:
     plan, last = run.plan, run.last
     predicted = peak = None
     if plan is not None:
-        predicted = plan.step_milliseconds / 1e3 * _micro_batches(run) or None
+        predicted = plan.step_seconds
         peak = sum(row.bytes for row in plan.memory.get("train", ())) or None
     measured = [seconds for _, seconds in run.series("seconds_per_step")[1:]]
     return (
         Compared("Step", predicted, sorted(measured)[len(measured) // 2] if measured else None, "s"),
         Compared("GPU memory", peak, last.get("device_memory_reserved_peak_bytes") or None, "bytes"),
     )
-
-
-def _micro_batches(run: Run) -> int:
-    """Micro-batches of an optimizer step; 1 where the settings do not say."""
-    text = run.config.get("train.gradient_accumulation_steps", "1")
-    return int(text) if text.isascii() and text.isdecimal() else 1
 
 
 def _end(run: Run, lines: Sequence[LogLine]) -> EndView | None:

@@ -1,0 +1,75 @@
+"""Runs that are asked from outside: by all ranks alike, and recorded in their folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.contract.runs import FULL_CASES, LORA_CASES, Case, steps_saved
+from tests.e2e.conftest import Process, Start
+from trainer.errors import ExitCode
+from trainer.telemetry import control
+from trainer.telemetry.control import Order, Request
+from trainer.telemetry.runs import State, read_run
+from trainer.telemetry.status import Phase
+
+ENDLESS = ("train.max_train_steps=100000", "checkpoint.checkpointing_steps=100000")
+NO_ROUNDS = ("validation.every_steps=100000", "validation.held_out=0")
+TWO = "parallel.gpus=2"
+
+
+def carried_out(process: Process, order: Order) -> Request:
+    """Ask for it, and wait for the answer."""
+    asked = control.ask(process.run_dir, order)
+
+    def done() -> Request | None:
+        found = [one for one in control.requests(process.runtime) if one.order is order]
+        times = [one for one in found if one.asked_unix_seconds >= asked.asked_unix_seconds]
+        return next((one for one in times if one.step is not None), None)
+
+    return process.wait_for(done)
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [
+        (LORA_CASES[0], ()),
+        pytest.param(LORA_CASES[0], (TWO,), marks=pytest.mark.slow),
+        pytest.param(FULL_CASES[0], (TWO,), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_run_saves_draws_and_stops_as_it_is_asked_to(
+    case: Case, ranks: tuple[str, ...], fork: Start, tmp_path: Path
+) -> None:
+    process = fork(case, tmp_path, *ENDLESS, *NO_ROUNDS, *ranks)
+    process.wait_for_phase(Phase.TRAIN)
+    running = read_run(process.run_dir)
+    assert running.state is State.RUNNING and running.health is not None and running.health.healthy
+    assert len(running.statuses) == 1 + len(ranks)
+    saved, drawn = carried_out(process, Order.SAVE), carried_out(process, Order.SAMPLE)
+    assert saved.done == f"checkpoints/step-{saved.step:06d}"
+    assert steps_saved(process.run_dir) == [f"step-{saved.step:06d}"]
+    assert [one.step for one in read_run(process.run_dir).samples] == [0, 0, drawn.step, drawn.step]
+    process.wait_for_phase(Phase.TRAIN, step=(drawn.step or 0) + 1)
+    control.ask(process.run_dir, Order.STOP)
+    code, errors = process.end()
+    assert code == ExitCode.STOPPED, errors
+    assert "Traceback" not in errors and "asked to stop" in errors
+    ended = read_run(process.run_dir)
+    assert ended.state is State.RESUMABLE and len(ended.checkpoints) == 2
+    assert ended.end is not None and ended.end.exit_code == ExitCode.STOPPED
+    assert ended.end.problems[0].what == "stopped on request"
+
+
+@pytest.mark.slow
+def test_an_attempt_that_is_refused_leaves_how_the_run_ended(start: Start, tmp_path: Path) -> None:
+    short = ("train.max_train_steps=1", "validation.prompts=[]", *NO_ROUNDS)
+    code, errors = start(LORA_CASES[0], tmp_path, *short).end()
+    assert code == 0, errors
+    end = read_run(tmp_path / "run").end
+    assert end is not None and (end.exit_code, end.meaning) == (0, "finished")
+    process = start(LORA_CASES[0], tmp_path, *short, "train.seed=4")
+    assert process.end()[0] == ExitCode.BAD_CONFIG
+    assert read_run(process.run_dir).end == end

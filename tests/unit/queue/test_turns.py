@@ -1,0 +1,99 @@
+"""Whose turn it is and when: predictions against what the same machine then does, hour by hour."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.queue.database import Job
+from trainer.queue.launcher import CPU
+from trainer.queue.turns import about, starts, turns
+
+UUIDS = ("GPU-a", "GPU-b", "GPU-c")
+
+
+def job(number: int, gpus: tuple[str, ...] = (), count: int = 1, seconds: float | None = 1.0) -> Job:
+    return Job(
+        id=number,
+        name=f"run-{number}",
+        group="",
+        run=Path(f"/runs/{number}"),
+        working_folder=Path("/"),
+        gpus=gpus,
+        count=len(gpus) or count,
+        seconds=seconds,
+        held=False,
+        start=1,
+        leases=(),
+    )
+
+
+WANTED = st.one_of(
+    st.sets(st.sampled_from(UUIDS), min_size=1).map(lambda found: (tuple(sorted(found)), 0)),
+    st.integers(1, 3).map(lambda count: ((), count)),
+    st.just(((CPU,), 0)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    wants=st.lists(WANTED, min_size=1, max_size=7),
+    numbers=st.permutations(range(10)),
+)
+def test_starts_are_when_the_machine_gets_there(
+    wants: list[tuple[tuple[str, ...], int]], numbers: list[int]
+) -> None:
+    """Runs that take as long as predicted start when it was said; two GPUs are busy to begin with."""
+    # powers of two: no two ends are at one moment
+    times = [float(2**number) for number in numbers]
+    waiting = [job(k, gpus, count, times[k]) for k, (gpus, count) in enumerate(wants)]
+    busy = {UUIDS[0]: times[8], UUIDS[1]: times[9]}
+    predicted = starts(waiting, UUIDS, dict(busy))
+    clock, began = 0.0, dict[int, float]()
+    while waiting:
+        for number, turn in turns(waiting, UUIDS, dict.fromkeys(busy, "busy"), {}).items():
+            if turn.gpus:
+                began[number] = clock
+                length = next(one.seconds for one in waiting if one.id == number)
+                assert length is not None
+                busy |= dict.fromkeys(turn.gpus, clock + length)
+        waiting = [one for one in waiting if one.id not in began]
+        if waiting:
+            clock = min(busy.values())
+            busy = {uuid: end for uuid, end in busy.items() if end > clock}
+    assert predicted == pytest.approx(began)
+
+
+def test_a_time_that_nobody_knows_makes_later_ones_unknown() -> None:
+    waiting = [job(1, ("GPU-a",), seconds=None), job(2, ("GPU-a",)), job(3, ("GPU-b",)), job(4, count=5)]
+    assert starts(waiting, UUIDS, {"GPU-b": 7.0}) == {1: 0.0, 2: None, 3: 7.0, 4: None}
+    assert starts([job(1, ("GPU-a",))], UUIDS, {"GPU-a": None}) == {1: None}
+
+
+def test_who_is_waited_for_is_said() -> None:
+    waiting = [job(1, ("GPU-a", "GPU-b")), job(2, ("GPU-b",)), job(3, count=3), job(4), job(5, count=4)]
+    names = {"GPU-a": "GPU 0", "GPU-b": "GPU 1", "GPU-c": "GPU 2"}
+    found = turns(waiting, UUIDS, {"GPU-a": "held by cats (job 9)"}, names)
+    assert found[1].why == "waits for GPU 0, held by cats (job 9)"
+    assert found[2].why == "waits for GPU 1, wanted before by run-1 (job 1)"
+    assert found[3].why.endswith("GPU 1, wanted before by run-1 (job 1)")
+    assert "GPU 2, wanted before by run-3 (job 3)" in found[4].why
+    assert found[5].why == "wants 4 GPUs, and 3 are there"
+    assert not any(turn.gpus for turn in found.values())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0, "about 1 s"),
+        (89, "about 89 s"),
+        (2400, "about 40 min"),
+        (5400, "about 1.5 h"),
+        (180000, "about 2.1 days"),
+    ],
+)
+def test_times_in_words(seconds: float, words: str) -> None:
+    assert about(seconds) == words

@@ -1,0 +1,102 @@
+"""S1, S15 and the command: where the studio listens, what it says then, and that there is one."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import ConfigError
+from trainer.telemetry import locks
+from trainer.ui.access import Access
+from trainer.ui.serve import LOCK_FILE, greeting, is_everywhere, is_loopback, named, serve
+from trainer.ui.studio import Studio
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback", "hosts"),
+    [
+        ("127.0.0.1", True, {"127.0.0.1"}),
+        ("::1", True, {"[::1]"}),
+        ("localhost", True, {"localhost"}),
+        ("0.0.0.0", False, set()),
+        ("::", False, set()),
+        ("192.0.2.7", False, {"192.0.2.7"}),
+        ("studio.example", False, {"studio.example"}),
+    ],
+)
+def test_an_address_that_others_reach_is_told(
+    studio: Studio, host: str, loopback: bool, hosts: set[str]
+) -> None:
+    """S1: with a token made now and with an old one; there is no start without one."""
+    assert (is_loopback(host), named(host)) == (loopback, hosts)
+    for made_now in (True, False):
+        access = Access(studio.folder)
+        lines = greeting(studio, access, host=host, port=8660)
+        assert ("anyone on the path reads the token" in lines[-1]) is not loopback
+        assert (access.token in "".join(lines)) is made_now is access.made, "it is shown once"
+        assert is_everywhere(host) or host in lines[0]
+
+
+def test_a_port_that_is_taken_is_told(studio: Studio) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match="in use") as told:
+            serve(studio, host="127.0.0.1", port=port, allowed=(), tell=print)
+    assert "--port" in told.value.problems[0].remedy
+    assert not studio.folder.exists(), "no token was made for nothing"
+
+
+def test_an_address_that_is_not_here_is_told(studio: Studio) -> None:
+    with pytest.raises(ConfigError, match="cannot listen"):
+        serve(studio, host="192.0.2.7", port=0, allowed=(), tell=print)
+
+
+def test_a_second_studio_does_not_share_the_folder(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S15."""
+    monkeypatch.setattr(locks, "_PROBE_SECONDS", 0.0)
+    Access(studio.folder)
+    taken = ConfigError("held").problems[0]
+    with (
+        locks.holding(
+            studio.folder / LOCK_FILE, supervisor=os.getpid(), taken=taken, on_wait=lambda text: None
+        ),
+        pytest.raises(ConfigError, match="another studio"),
+    ):
+        serve(studio, host="127.0.0.1", port=0, allowed=(), tell=print)
+
+
+def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "trainer", "ui", "--port", "0", "--runs", str(tmp_path / "runs")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        link = re.search(r"(http://127\.0\.0\.1:\d+/login)#token=(\S+)", process.stdout.readline())
+        assert link
+        token = tmp_path / "runs/.studio/token"
+        assert token.read_text().strip() == link[2] and token.stat().st_mode & 0o777 == 0o600
+        with urllib.request.urlopen(link[1]) as answer:
+            assert answer.status == 200 and "server" not in {name.lower() for name in answer.headers}
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(link[1].replace("/login", "/"))
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            urllib.request.urlopen(urllib.request.Request(link[1], headers={"Host": "evil.example"}))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) in (0, -signal.SIGTERM)
+
+
+def test_a_missing_extra_is_told_with_the_command_that_installs_it(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['starlette'] = None\n"
+        "from trainer.cli import main; sys.exit(main(['ui', '--runs', sys.argv[1]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 78
+    assert "starlette is not installed" in done.stderr and ".[ui]" in done.stderr

@@ -1,0 +1,140 @@
+"""Lines of a growing file reach a reader exactly once, whatever happens to the file and the connection."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.ui import made
+from trainer.telemetry.sinks.records import MetricsLog, read_metrics
+from trainer.ui import stream
+from trainer.ui.stream import COLUMNS, START, Seats, events, lines_after, place_from, points
+
+
+def all_after(path: Path, place: stream.Place) -> tuple[list[bytes], stream.Place, bool]:
+    found, cut = [], False
+    while True:
+        lines, place, again = lines_after(path, place)
+        if again:
+            found, cut = [], True
+        found += lines
+        if not lines:
+            return found, place, cut
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_reader_that_comes_back_has_every_line_once(tmp_path: Path, seed: int) -> None:
+    """Random appends of whole and torn lines, cuts and regrowth; the oracle is the file itself."""
+    draw = random.Random(seed)
+    path, have, place, count = tmp_path / "lines", list[bytes](), START, 0
+    for _ in range(60):
+        act = draw.choice(["append", "append", "torn", "cut", "read", "read"])
+        if act == "append":
+            with path.open("ab") as file:
+                for _ in range(draw.randrange(1, 9)):
+                    count += 1
+                    file.write(b"line %d %s\n" % (count, b"x" * draw.randrange(300)))
+        elif act == "torn":
+            with path.open("ab") as file:
+                file.write(b"half")
+        elif act == "cut" and path.exists():
+            lines = path.read_bytes().splitlines(keepends=True)
+            new = tmp_path / "new"  # in place of the old one, as a resume does
+            new.write_bytes(b"".join(lines[: draw.randrange(len(lines) + 1)]))
+            new.replace(path)
+        else:
+            found, place, cut = all_after(path, place_from(str(place)) or START)
+            have = found if cut else have + found
+            whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
+            assert have == (whole.split(b"\n") if whole else [])
+
+
+def test_a_file_of_another_content_and_the_same_length_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"a\nb\n")
+    _, place, _ = lines_after(path, START)
+    path.write_bytes(b"a\nc\nd\n")
+    lines, _, cut = lines_after(path, place)
+    assert cut and lines == [b"a", b"c", b"d"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "12", "-1-0123456789abcdef", "1-0123", "1e3-0123456789abcdef", "9" * 40 + "-0123456789abcdef"],
+)
+def test_another_text_is_no_place(text: str) -> None:
+    assert place_from(text) is None
+
+
+def test_points_are_the_rows_that_metrics_have(tmp_path: Path) -> None:
+    folder = made.make_run(tmp_path / "run", done=200)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'not json\n[1]\n{"step": "3"}\n{"step": 201, "loss": null, "grad_norm": "wide"}\n')
+    lines, _, _ = lines_after(folder / "metrics.jsonl", START)
+    found = points(lines)
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert found[:-1] == [[row.get(name) for name in COLUMNS] for row in rows]
+    assert found[-1] == [201, *[None] * (len(COLUMNS) - 1)]
+
+
+async def collected(count: int, **asked: object) -> list[bytes]:
+    found: list[bytes] = []
+    async for one in events(**asked):  # type: ignore[arg-type]
+        found.append(one)
+        if len(found) == count:
+            break
+    return found
+
+
+def test_events_are_points_with_their_place_then_the_part(tmp_path: Path) -> None:
+    folder = made.make_run(tmp_path / "run", done=30)
+    metrics = folder / "metrics.jsonl"
+    found = asyncio.run(collected(3, part=lambda: "<p>two\nlines</p>", changed=lambda: 1, metrics=metrics))
+    size = metrics.stat().st_size
+    assert found[0] == b"retry: 1000\n\n"
+    head, name, data = found[1].decode().rstrip("\n").split("\n")
+    assert (head, name.partition("-")[0]) == ("event: points", f"id: {size}")
+    assert [row[0] for row in json.loads(data.removeprefix("data: "))] == [10, 20, 30]
+    assert found[2] == b"data: <p>two\ndata: lines</p>\n\n"
+
+
+def test_a_place_of_another_file_is_told_before_its_points(tmp_path: Path) -> None:
+    folder = made.make_run(tmp_path / "run", done=30)
+    metrics = folder / "metrics.jsonl"
+    _, place, _ = lines_after(metrics, START)
+    log = MetricsLog(metrics)
+    log.truncate_after(10)
+    log.close()
+    found = asyncio.run(collected(3, part=lambda: "", changed=lambda: 1, metrics=metrics, place=place))
+    assert found[1].startswith(b"event: anew\n") and found[2].startswith(b"event: points\n")
+    assert b"[[10, " in found[2] and b"[20, " not in found[2]
+
+
+def test_a_part_is_sent_again_only_when_it_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(stream, "_REST", 0)
+    changes, texts = iter([1, 1, 2, 3, 4]), iter(["one", "one", "two", "three"])
+    asked: list[str] = []
+
+    def part() -> str:
+        asked.append(next(texts))
+        return asked[-1]
+
+    changed: Callable[[], object] = lambda: next(changes, 4)  # noqa: E731
+    found = asyncio.run(collected(4, part=part, changed=changed))
+    assert found[1:] == [b"data: one\n\n", b"data: two\n\n", b"data: three\n\n"]
+    assert asked == ["one", "one", "two", "three"], "not asked where nothing changed"
+
+
+def test_a_session_has_its_seats_and_no_more() -> None:
+    seats = Seats()
+    assert all(seats.take("a") for _ in range(stream.MOST_STREAMS))
+    assert not seats.take("a")
+    assert seats.take("b"), "another session has its own"
+    seats.leave("a")
+    assert seats.take("a") and not seats.take("a")

@@ -1,0 +1,242 @@
+"""`trainer queue`: runs that wait for GPUs of this machine, in an order, one at a time on each."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from trainer.cli.options import Layers, config_arguments_and_machine
+from trainer.cli.output import say, shown_below_options
+from trainer.errors import ConfigError, one_line
+
+if TYPE_CHECKING:
+    from trainer.queue.local import Local
+
+_UNUSUAL = re.compile(r"[^A-Za-z0-9._+-]+")
+
+
+@shown_below_options
+@click.group()
+def queue() -> None:
+    """Have runs wait for GPUs of this machine, and start in their order.
+    \f
+    Examples:
+      trainer queue add my.yaml                       # waits for any GPU
+      trainer queue add my.yaml --vary lora.rank=8,16,32
+      trainer queue run                               # starts what waits, until Ctrl-C; runs outlive it
+      trainer queue list
+      trainer queue stop 3                            # saves, and is held
+      trainer queue hold 3 --release                  # goes on
+
+    Jobs are named by their numbers, their names or the name of a group. TRAINER_QUEUE_DIR says where they are
+    kept. docs/queue.md says more.
+    """
+
+
+def _queue() -> Local:
+    from trainer.config import environment
+    from trainer.queue.local import Local
+
+    return Local(folder=environment.queue_dir().absolute())
+
+
+_jobs = click.argument("names", metavar="JOB...", nargs=-1, required=True)
+
+
+@shown_below_options
+@queue.command()
+@config_arguments_and_machine
+@click.option("--name", help="Name of the job, or of the group; that of the run folder otherwise.")
+@click.option(
+    "--on", metavar="GPU[,GPU]", help="Take these GPUs, by nvidia-smi's numbers or UUIDs, or cpu; else any."
+)
+@click.option(
+    "--vary",
+    metavar="KEY=VALUE,VALUE",
+    help="Add a job for each value, as a group, each with its own folder.",
+)
+@click.option("--held", is_flag=True, help="Do not start it before `trainer queue hold --release`.")
+def add(layers: Layers, name: str | None, on: str | None, vary: str | None, held: bool) -> None:
+    """Add a run, or a group of runs, behind all others. The configuration is kept as it is now.
+    \f
+    Examples:
+      trainer queue add my.yaml --set train.seed=1 --output /output/seed-1
+      trainer queue add my.yaml --on 0,1
+      trainer queue add my.yaml --name ranks --vary lora.rank=8,16,32
+    """
+    from trainer.planning.data_rows import require_dataset
+    from trainer.planning.planning import machine_facts
+    from trainer.queue.adding import request
+    from trainer.queue.scheduler import is_scheduled
+
+    require_dataset(layers.dataset)
+    local, facts = _queue(), machine_facts()
+    known, words = local.gpus(), tuple(word.strip() for word in on.split(",")) if on else ()
+    requests = []
+    for varied, suffix in _varied(layers, vary):
+        one = request(varied.load(), facts, known, name=name or "", on=words, held=held)
+        group = (name or one.name) if suffix else ""
+        if suffix:
+            run = one.run.with_name(f"{one.run.name}-{suffix}")
+            one = request(
+                dataclasses.replace(varied, output=run).load(),
+                facts,
+                known,
+                name=f"{group}-{suffix}",
+                group=group,
+                on=words,
+                held=held,
+            )
+        requests.append(one)
+    for number, one in zip(local.submit(requests), requests, strict=True):
+        say(f"job {number}: {one_line(one.name)} -> {one_line(one.run)}")
+    if not is_scheduled(local.folder):
+        say("note: nothing starts jobs now: `trainer queue run` does", err=True)
+
+
+def _varied(layers: Layers, vary: str | None) -> Iterator[tuple[Layers, str]]:
+    """The layers of each job of a group, and what its name ends with; of a single job nothing."""
+    if vary is None:
+        yield layers, ""
+        return
+    key, equals, text = vary.partition("=")
+    values = [value.strip() for value in text.split(",")]
+    suffixes = [f"{key.rpartition('.')[2]}-{_UNUSUAL.sub('_', value)}" for value in values]
+    if not (key and equals) or "" in values or len(set(suffixes)) < len(values):
+        what = f'"{vary}" does not name a key and different values for it'
+        raise ConfigError(what, where="--vary", remedy="--vary lora.rank=8,16,32")
+    for value, suffix in zip(values, suffixes, strict=True):
+        yield dataclasses.replace(layers, overrides=(*layers.overrides, f"{key}={value}")), suffix
+
+
+@shown_below_options
+@queue.command(name="list")
+def list_jobs() -> None:
+    """List the jobs in their order: state, GPUs, steps, why each waits and about how long.
+    \f
+    Examples:
+      trainer queue list
+    """
+    from trainer.queue.launcher import State
+    from trainer.queue.overview import overview
+    from trainer.queue.scheduler import is_scheduled
+    from trainer.words.tables import aligned
+
+    local = _queue()
+    entries = overview(local)
+    rows = [["job", "name", "group", "state", "GPUs", "step", ""]]
+    for one in entries:
+        step = "" if one.step is None else f"{one.step}/{'?' if one.total is None else one.total}"
+        job = one.job
+        rows.append([str(job.id), job.name, job.group, one.seen.state, one.gpus, step, one.note])
+    for line in aligned([[one_line(cell) for cell in row] for row in rows]) if entries else ["no jobs"]:
+        say(line)
+    if any(one.seen.state is State.WAITING for one in entries) and not is_scheduled(local.folder):
+        say("note: nothing starts jobs now: `trainer queue run` does", err=True)
+
+
+@shown_below_options
+@queue.command()
+@click.argument("name", metavar="JOB")
+@click.argument("place", type=click.IntRange(min=1))
+def move(name: str, place: int) -> None:
+    """Put a job at a place among those that have not ended; the first is 1.
+    \f
+    Examples:
+      trainer queue move 7 1
+    """
+    local = _queue()
+    for job in reversed(_found(local, [name])):
+        local.move(job, place)
+
+
+@shown_below_options
+@queue.command()
+@_jobs
+@click.option("--release", is_flag=True, help="Let them start, or go on after they were stopped or failed.")
+def hold(names: tuple[str, ...], release: bool) -> None:
+    """Have jobs not start before they are released. One that runs goes on: `stop` ends it.
+    \f
+    Examples:
+      trainer queue hold 7
+      trainer queue hold 7 --release
+    """
+    local = _queue()
+    for job in _found(local, names):
+        (local.release if release else local.hold)(job)
+
+
+@shown_below_options
+@queue.command()
+@_jobs
+@click.option("--forget", is_flag=True, help="Take jobs that do not run off the list. Run folders stay.")
+def stop(names: tuple[str, ...], forget: bool) -> None:
+    """Ask runs to save and end; they are held then, and go on with `hold --release`.
+    \f
+    Examples:
+      trainer queue stop 7
+      trainer queue stop ranks            # all jobs of the group
+      trainer queue stop 7 --forget
+    """
+    local = _queue()
+    for job in _found(local, names):
+        (local.forget if forget else local.stop)(job)
+
+
+@shown_below_options
+@queue.command()
+@click.argument("name", metavar="JOB")
+@click.option("--lines", type=click.IntRange(min=1), default=40, show_default=True, help="How many lines.")
+def log(name: str, lines: int) -> None:
+    """Print the last lines of what a job printed.
+    \f
+    Examples:
+      trainer queue log 7 --lines 100
+    """
+    local = _queue()
+    for job in _found(local, [name]):
+        for line in local.log(job).splitlines()[-lines:]:
+            say(line)
+
+
+@shown_below_options
+@queue.command()
+@click.option("--drain", is_flag=True, help="End when no job waits or runs.")
+def run(drain: bool) -> None:
+    """Start the jobs whose turn it is, until Ctrl-C. Runs go on then; several of these at once do no harm.
+    \f
+    Examples:
+      trainer queue run
+      trainer queue run --drain && trainer runs list runs
+    """
+    from trainer.queue import scheduler
+    from trainer.telemetry.supervising.signals import collected
+
+    local = _queue()
+    say(f"queue in {local.folder}", err=True)
+    with collected() as received:
+        scheduler.run(local, lambda text: say(text, err=True), received=received, drain=drain)
+    say("no more jobs are started; runs go on", err=True)
+
+
+def _found(local: Local, names: Sequence[str]) -> list[str]:
+    """The numbers of the jobs that these are the numbers, names or groups of, in their order.
+
+    Raises ConfigError where a name is none's.
+    """
+    from trainer.words.near import did_you_mean
+
+    jobs = [job for job, _ in local.jobs()]
+    found: list[str] = []
+    for name in names:
+        matches = [str(job.id) for job in jobs if name in (str(job.id), job.name, job.group)]
+        if not matches:
+            near = did_you_mean(name, [word for job in jobs for word in (job.name, job.group) if word])
+            remedy = f"{near}`trainer queue list` shows all"
+            raise ConfigError(f'no job is called "{name}"', where=str(local.folder), remedy=remedy)
+        found += matches
+    return list(dict.fromkeys(found))

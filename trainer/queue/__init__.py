@@ -1,0 +1,1 @@
+"""The queue: which run may use which GPU when. No torch."""

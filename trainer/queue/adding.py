@@ -1,0 +1,100 @@
+"""Requests made of configurations: judged and planned before they wait for a night."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.config.launchers import KEY
+from trainer.config.reading.load import Loaded
+from trainer.config.schema import RunConfig
+from trainer.config.writing.dump import dump
+from trainer.errors import ConfigError, HardwareError
+from trainer.machine.driver import visible_uuids
+from trainer.machine.facts import Facts
+from trainer.machine.occupancy import GpuUse, is_named
+from trainer.planning.epochs import with_epochs
+from trainer.planning.kept_decisions import continued
+from trainer.planning.plan import Plan
+from trainer.planning.planning import plan_run, requested_profile
+from trainer.queue.launcher import CPU, Request
+
+
+def request(
+    loaded: Loaded,
+    facts: Facts,
+    known: Sequence[GpuUse],
+    *,
+    name: str = "",
+    group: str = "",
+    on: Sequence[str] = (),
+    held: bool = False,
+) -> Request:
+    """The job of a configuration, its values written out: later edits of files change nothing.
+
+    facts, known: this machine and its GPUs. on: GPUs that it must have, by nvidia-smi's numbers or UUIDs, or
+    `cpu`; without it any, as many as `parallel.gpus` says, one for `auto`. Plans the run as if nothing else
+    ran, and raises as `plan_run` where it cannot be done; ConfigError for GPUs that are not there.
+    """
+    asked = loaded.config.parallel.gpus
+    gpus = tuple(_uuid(word, known) for word in on)
+    if not on and (requested_profile() == CPU or not (known or facts.gpus)):
+        gpus = (CPU,)
+    elif not (on or known):
+        what = "the driver shows GPUs, and NVML, which tells who uses them, does not answer"
+        remedy = "containers have it with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        raise HardwareError(what, where="GPUs", remedy=remedy)
+    count = len(gpus) or (1 if asked == "auto" else asked)
+    if CPU in gpus[1:] or len(set(gpus)) < len(gpus):
+        raise ConfigError("name different GPUs, or `cpu` alone", where="--on", remedy="--on 0,1")
+    if gpus != (CPU,) and asked not in ("auto", count):
+        what = f"{KEY} is {asked}, and {count} are named"
+        raise ConfigError(what, where=loaded.sources[KEY], remedy=f"name {asked}, or write {KEY}: auto")
+    return Request(
+        config=dump(loaded.config, loaded.sources),
+        name=name or loaded.config.output_dir.absolute().name,
+        group=group,
+        run=loaded.config.output_dir.absolute(),
+        working_folder=Path.cwd(),
+        gpus=gpus,
+        count=count,
+        seconds=_seconds(loaded, facts, gpus, count),
+        held=held,
+    )
+
+
+def _uuid(word: str, known: Sequence[GpuUse]) -> str:
+    if word == CPU:
+        return CPU
+    found = [gpu.uuid for gpu in known if is_named(gpu, word)]
+    if len(found) != 1:
+        there = ", ".join(f"{gpu.index} ({gpu.name}, {gpu.uuid})" for gpu in known) or "none, only cpu"
+        what = f'"{word}" names {len(found)} GPUs' if found else f'no GPU is called "{word}"'
+        raise ConfigError(what, where="--on", remedy=f"GPUs here: {there}")
+    return found[0]
+
+
+def _seconds(loaded: Loaded, facts: Facts, gpus: Sequence[str], count: int) -> float | None:
+    """Time that the run's plan predicts on its GPUs, as if it had the machine for itself."""
+    memory = dataclasses.replace(facts.memory, available_bytes=facts.memory.total_bytes)
+    alone = dataclasses.replace(facts.idle(), memory=memory)
+    if gpus == (CPU,):
+        alone = dataclasses.replace(alone, gpus=())
+    elif alone.gpus:
+        order = visible_uuids() if gpus else ()
+        alone = alone.on([order.index(uuid) for uuid in gpus if uuid in order] or alone.kinds[0][:count])
+    counted = with_epochs(continued(loaded))
+    plan = plan_run(counted, alone, requested_profile())
+    known_length = counted.config.train.num_train_epochs is None or counted.config != loaded.config
+    return predicted_seconds(plan, counted.config) if known_length else None
+
+
+def predicted_seconds(plan: Plan, config: RunConfig) -> float | None:
+    """Time of all optimizer steps by the plan; None where the machine's rates are not known."""
+    if not plan.step_milliseconds:
+        return None
+    passes = math.ceil(plan.accumulation_steps / plan.ranks)
+    step = passes * plan.step_milliseconds + plan.optimizer_milliseconds
+    return config.train.max_train_steps * step / 1000

@@ -1,0 +1,100 @@
+"""A job's own folder beside the database: its configuration, its lock, what its starts left."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from trainer.files import atomic
+from trainer.telemetry import locks, status
+
+CONFIG_FILE = "config.yaml"
+OUTPUT_FILE = "output.log"
+"""Everything that the job's starts printed."""
+RUNTIME = "runtime"
+"""TRAINER_RUNTIME_DIR of its runs."""
+_LOCK_FILE = "lock"
+"""Held by the process that watches a start, and by the supervisor below it."""
+_BEGAN, _EXIT, _STOP = "began.json", "exit.json", "stop.json"
+
+
+def job_folder(folder: Path, job: int) -> Path:
+    """The folder of a job of the queue in `folder`; it need not exist."""
+    return folder / "jobs" / str(job)
+
+
+def is_alive(folder: Path) -> bool:
+    """True if a process of the job's run lives: it holds the job's lock, or that of its runtime folder."""
+    runtime = folder / RUNTIME / status.LOCK_FILE
+    return locks.is_held(folder / _LOCK_FILE) is True or locks.is_held(runtime) is True
+
+
+def take_lock(folder: Path) -> int | None:
+    """The descriptor of the job's lock, now held, for the process that will watch; None where it is taken."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:  # somebody lives, or looks whether anybody does
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def write_began(folder: Path, start: int) -> None:
+    """Record that a start of this number was made."""
+    _write(folder / _BEGAN, start, 0)
+
+
+def write_exit(folder: Path, start: int, exit_code: int) -> None:
+    """Record what a start ended with."""
+    _write(folder / _EXIT, start, exit_code)
+
+
+def write_stop(folder: Path, start: int) -> None:
+    """Ask the run of this start to save and end."""
+    _write(folder / _STOP, start, 0)
+
+
+def withdraw_stop(folder: Path) -> None:
+    """Take a request to stop back; one that was seen is not undone."""
+    (folder / _STOP).unlink(missing_ok=True)
+
+
+def began(folder: Path, start: int) -> bool:
+    """True if a start of this number was made."""
+    return _read(folder / _BEGAN, start) is not None
+
+
+def asked_to_stop(folder: Path, start: int) -> bool:
+    """True if this start was asked to save and end."""
+    return _read(folder / _STOP, start) is not None
+
+
+def exit_code(folder: Path, start: int) -> int | None:
+    """The exit code of this start; None where it has none. Of one whose watcher was killed the supervisor's
+    note counts.
+    """
+    code = _read(folder / _EXIT, start)
+    if code is not None or not began(folder, start):
+        return code
+    # a new start removes the status of the last one before it says that it began
+    found = status.read_status(folder / RUNTIME)
+    return None if found is None else found.exit_code
+
+
+def _write(path: Path, start: int, value: int) -> None:
+    atomic.write_text(path, json.dumps({"start": start, "value": value}))
+
+
+def _read(path: Path, start: int) -> int | None:
+    """The value that a file has for this start; None where it is another one's, absent or damaged."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        content = json.loads(path.read_bytes())
+        if content.get("start") == start and isinstance(content.get("value"), int):
+            value: int = content["value"]
+            return value
+    return None
