@@ -212,3 +212,21 @@ def test_asking_twice_changes_nothing(client: TestClient, studio: Studio, tmp_pa
     for address in addresses * 2:
         assert client.get(address).status_code == 200, address
     assert tree(tmp_path) == before
+
+
+def test_names_on_the_disk_stay_text(client: TestClient, studio: Studio) -> None:
+    """S9: of the set, of a picture, of a stray file and of a folder of masks."""
+    payload = '"><img src=x onerror=alert(1)>'
+    place = make(studio, payload, **{payload: "a cat"})
+    (place.folder / f"{payload}.doc").write_text("stray")
+    (place.folder / f"folder {payload}").mkdir()
+    (row,) = looked(place).pictures
+    key, escaped = key_of(place, row.name), html.escape(payload).replace("&quot;", "&#34;")
+    addresses = ["/data", f"/data/{place.id}", f"/data/{place.id}/pictures/{key}"]
+    addresses += [f"/data/{place.id}?search={escaped}", f"/data/{place.id}/replace?find=a&replace={escaped}"]
+    for address in addresses:
+        text = client.get(address).text
+        assert escaped in text and payload not in text, address
+    files = [("files", (payload + ".png", b"no picture", "image/png"))]
+    told = client.post(f"/data/{place.id}/upload", files=files).text
+    assert "img src" in told and "<img" not in told
