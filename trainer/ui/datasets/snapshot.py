@@ -77,7 +77,8 @@ def picture_families() -> list[Family]:
 
 def read_settings(place: Place) -> Settings:
     """Settings of a data set; those of a plain one where none were made, or by another version."""
-    return _kept(Settings, place.state / SETTINGS_NAME) or Settings(family=picture_families()[0].name)
+    found, known = _kept(Settings, place.state / SETTINGS_NAME), [one.name for one in picture_families()]
+    return found if found is not None and found.family in known else Settings(family=known[0])
 
 
 def read_snapshot(place: Place) -> Snapshot | None:

@@ -44,6 +44,9 @@ MOST_PIXELS = 100_000_000
 _LOCK_NAME, _ASKED_NAME, _MEASURED_NAME = "look.lock", "asked", "measured.json"
 _TELL_SECONDS = 0.5
 _DAY_SECONDS = 24 * 3600
+_LONGEST_SECONDS = 600
+_TURNS = threading.BoundedSemaphore(2)
+"""Workers that answer a request at a time: each may hold a picture of 100 megapixels."""
 Task = dict[str, Any]
 
 
@@ -80,8 +83,13 @@ def is_looking(place: Place) -> bool:
 
 def ask(name: str, place: Place, path: str) -> bytes:
     """Output of a task about one path, which is waited for. Raises DataError where the worker fails."""
-    task = json.dumps(_task(name, place) | {"path": path})
-    done = subprocess.run(_command(), input=task.encode(), capture_output=True)
+    task = json.dumps(_task(name, place) | {"path": path}).encode()
+    try:
+        with _TURNS:
+            done = subprocess.run(_command(), input=task, capture_output=True, timeout=_LONGEST_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        what = f"decoding took longer than {_LONGEST_SECONDS} s"
+        raise DataError(what, where=path, remedy="remove what was added last") from error
     if done.returncode:
         what = done.stderr.decode(errors="replace").strip() or f"ended with {done.returncode}"
         raise DataError(f"the picture could not be decoded: {what[-500:]}", remedy="remove it")

@@ -49,6 +49,21 @@
     return found;
   }
 
+  // folders are dropped as the files in them
+  async function dropped(items) {
+    const found = [], waiting = [...items].map((one) => one.webkitGetAsEntry?.() || one.getAsFile()).filter(Boolean);
+    while (waiting.length) {
+      const one = waiting.pop();
+      if (one instanceof File) found.push(one);
+      else if (one.isFile) found.push(await new Promise((done, failed) => one.file(done, failed)));
+      else {
+        const reader = one.createReader();
+        for (let some; (some = await new Promise((done, failed) => reader.readEntries(done, failed))).length;) waiting.push(...some);
+      }
+    }
+    return found;
+  }
+
   async function send(files) {
     const all = parts(files);
     let done = 0, bad = 0;
@@ -96,11 +111,15 @@
     event.preventDefault();
     if (input.files.length) send(input.files);
   });
+  // what is dropped beside it must not take the place of the page
+  document.addEventListener("dragover", (event) => event.preventDefault());
+  document.addEventListener("drop", (event) => event.preventDefault());
   form.addEventListener("dragover", (event) => { event.preventDefault(); form.classList.add("over"); });
   form.addEventListener("dragleave", () => form.classList.remove("over"));
-  form.addEventListener("drop", (event) => {
+  form.addEventListener("drop", async (event) => {
     event.preventDefault();
     form.classList.remove("over");
-    if (event.dataTransfer.files.length) send(event.dataTransfer.files);
+    const files = await dropped(event.dataTransfer.items);
+    if (files.length) send(files);
   });
 })();

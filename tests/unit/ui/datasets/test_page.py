@@ -230,3 +230,13 @@ def test_names_on_the_disk_stay_text(client: TestClient, studio: Studio) -> None
     files = [("files", (payload + ".png", b"no picture", "image/png"))]
     told = client.post(f"/data/{place.id}/upload", files=files).text
     assert "img src" in told and "<img" not in told
+
+
+def test_settings_of_another_version_are_plain_ones(client: TestClient, studio: Studio) -> None:
+    place = make(studio, a="a cat")
+    place.state.mkdir(parents=True)
+    for text in ('{"family": "of-tomorrow"}', '{"unknown": 1}', ""):
+        (place.state / "settings.json").write_text(text)
+        (place.state / "snapshot.json").write_text(text)
+        assert client.get(f"/data/{place.id}").status_code == 200
+    assert [one.name for one in looked(place).pictures] == ["cats/a.png"]
