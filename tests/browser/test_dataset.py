@@ -95,6 +95,36 @@ def test_200_pictures_with_four_bad_ones_are_told_one_by_one(
     assert not list(tmp_path.glob("**/huge*")) and not list(tmp_path.glob("**/.upload*"))
 
 
+def test_a_folder_is_dropped_as_the_files_in_it(start: Start, new_context: Contexts, tmp_path: Path) -> None:
+    """By the browser's own drag and drop, sub-folders too; a drop beside the field is none."""
+    studio = start(tmp_path)
+    folder = data_set(studio)
+    dropped = tmp_path / "dropped"
+    (dropped / "inner").mkdir(parents=True)
+    write_pair(dropped, "a.png", "a cat", seed=1)
+    write_pair(dropped / "inner", "b.png", "a bee", seed=2)
+    page = logged_in(new_context(), studio)
+    shown(page, studio)
+    expect(page.locator("#upload")).to_be_visible()
+    protocol = page.context.new_cdp_session(page)
+
+    def drop(target: str) -> None:
+        box = page.locator(target).bounding_box()
+        assert box
+        place = {"x": box["x"] + 20, "y": box["y"] + 10}
+        data = {"items": [], "files": [str(dropped)], "dragOperationsMask": 1}
+        for kind in ("dragEnter", "dragOver", "drop"):
+            protocol.send("Input.dispatchDragEvent", {"type": kind, **place, "data": data})
+
+    drop("h1")
+    assert page.url.startswith(f"{studio.url}/data/") and not list(folder.iterdir())
+    drop("#upload")
+    expect(page.locator("#upload-state")).to_contain_text("4 stored, 0 not", timeout=60_000)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        path.name: path.read_bytes() for path in dropped.rglob("*.*")
+    }
+
+
 def test_a_caption_is_edited_in_place_undone_and_kept_from_others(
     start: Start, new_context: Contexts, tmp_path: Path
 ) -> None:
