@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from trainer import families
 from trainer.config.schema import DataSection
+from trainer.data.pictures.images import Measured
 from trainer.data.sets.look import Picture
 from trainer.errors import HardwareError
 from trainer.families.family import Family
@@ -18,7 +19,8 @@ from trainer.planning.epochs import BYTES_A_TOKEN
 from trainer.ui.datasets.places import Place
 from trainer.ui.studio import UnknownIdError, identifier
 
-SETTINGS_NAME, SNAPSHOT_NAME, PROGRESS_NAME = "settings.json", "snapshot.json", "progress.json"
+SETTINGS_NAME, SNAPSHOT_NAME = "settings.json", "snapshot.json"
+PROGRESS_NAME, OPENED_NAME = "progress.json", "opened.json"
 Value = TypeVar("Value")
 
 
@@ -59,6 +61,15 @@ class Snapshot:
     pictures: tuple[Picture, ...] = ()
     strays: tuple[tuple[str, str], ...] = ()
     """Files that are no picture, and what is wrong with each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """Files that were good when they were opened, by path."""
+
+    marks: Mapping[str, tuple[int, int, int, bool]]
+    """Size, times of change (of the content, of anything) in nanoseconds, whether it was opened as a mask."""
+    measured: Mapping[str, Measured]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +121,11 @@ def picture_of(place: Place, given: str) -> Picture:
 def read_progress(place: Place) -> Progress | None:
     """Progress of the look that goes on, or of the last one."""
     return _kept(Progress, place.state / PROGRESS_NAME)
+
+
+def read_opened(place: Place) -> Opened:
+    """Files that the latest look found good; none where there was no look."""
+    return _kept(Opened, place.state / OPENED_NAME) or Opened(marks={}, measured={})
 
 
 def keep(place: Place, name: str, value: object) -> None:

@@ -25,7 +25,7 @@ from trainer.config.schema import DataSet
 from trainer.data.captions import read_sidecar
 from trainer.data.pictures.buckets import buckets
 from trainer.data.pictures.formats import FORMATS_TEXT, SUFFIXES
-from trainer.data.pictures.images import Measured, claimed_pixels, read_bytes, read_image
+from trainer.data.pictures.images import claimed_pixels, read_bytes, read_image
 from trainer.data.pictures.opened import open_all
 from trainer.data.sets.look import look
 from trainer.data.sets.metadata import METADATA_NAMES, read_metadata
@@ -35,13 +35,13 @@ from trainer.files import atomic
 from trainer.telemetry.locks import is_held
 from trainer.ui.datasets import edits, snapshot
 from trainer.ui.datasets.places import Place, opened
-from trainer.ui.datasets.snapshot import Progress, Settings, Snapshot
+from trainer.ui.datasets.snapshot import Opened, Progress, Settings, Snapshot
 
 THUMBNAIL_PIXELS = 256
 PREVIEW_PIXELS = 1024
 MOST_PIXELS = 100_000_000
 """Pixels of a picture that is uploaded."""
-_LOCK_NAME, _ASKED_NAME, _MEASURED_NAME = "look.lock", "asked", "measured.json"
+_LOCK_NAME, _ASKED_NAME = "look.lock", "asked"
 _TELL_SECONDS = 0.5
 _DAY_SECONDS = 24 * 3600
 _LONGEST_SECONDS = 600
@@ -165,10 +165,13 @@ def _look(place: Place, settings: Settings, asked: int, first: bool) -> None:
             snapshot.keep(place, snapshot.PROGRESS_NAME, Progress(done=done, total=total))
 
     masked = {mask for item in found.images for mask in item.masks}
-    marks = {path: mark for path in dict.fromkeys(found.files) if (mark := _mark(path, path in masked))}
-    open_images(found, known=_known(place, marks), progress=progress)
-    kept = {str(path): [marks[path], vars(one)] for path, one in found.good.items() if path in marks}
-    atomic.write_text(place.state / _MEASURED_NAME, json.dumps(kept), sync=False)
+    marks = {str(path): mark for path in set(found.files) if (mark := _mark(path, path in masked))}
+    before = snapshot.read_opened(place)
+    same = [name for name, mark in marks.items() if before.marks.get(name) == mark]
+    open_images(found, known={Path(name): before.measured[name] for name in same}, progress=progress)
+    good = {str(path): one for path, one in found.good.items() if str(path) in marks}
+    kept = Opened(marks={name: marks[name] for name in good}, measured=good)
+    snapshot.keep(place, snapshot.OPENED_NAME, kept)
     for path in (item.path for item in found.images if item.path in found.good):
         _keep_thumbnail(thumbnail_path(place.studio, found.good[path].content_sha256), path)
     pictures, strays = look(found, place.root, sizes)
@@ -176,24 +179,13 @@ def _look(place: Place, settings: Settings, asked: int, first: bool) -> None:
     snapshot.keep(place, snapshot.SNAPSHOT_NAME, result)
 
 
-def _mark(path: Path, as_mask: bool) -> list[int]:
-    """Size and times by which a file that changed is known; empty where it is gone."""
+def _mark(path: Path, as_mask: bool) -> tuple[int, int, int, bool] | None:
+    """Size and times by which a file that changed is known; None where it is gone."""
     try:
         state = path.stat()
     except OSError:
-        return []
-    return [state.st_size, state.st_mtime_ns, state.st_ctime_ns, int(as_mask)]
-
-
-def _known(place: Place, marks: dict[Path, list[int]]) -> dict[Path, Measured]:
-    """Pictures that were good at the last look and have not changed since."""
-    try:
-        rows = json.loads((place.state / _MEASURED_NAME).read_text())
-    except FileNotFoundError:
-        return {}
-    kept = {Path(name): row for name, row in rows.items()}
-    same = [path for path, mark in marks.items() if path in kept and kept[path][0] == mark]
-    return {path: Measured(**kept[path][1]) for path in same}
+        return None
+    return state.st_size, state.st_mtime_ns, state.st_ctime_ns, as_mask
 
 
 def _keep_thumbnail(target: Path, path: Path) -> None:

@@ -238,5 +238,6 @@ def test_settings_of_another_version_are_plain_ones(client: TestClient, studio: 
     for text in ('{"family": "of-tomorrow"}', '{"unknown": 1}', ""):
         (place.state / "settings.json").write_text(text)
         (place.state / "snapshot.json").write_text(text)
+        (place.state / "opened.json").write_text(text)
         assert client.get(f"/data/{place.id}").status_code == 200
     assert [one.name for one in looked(place).pictures] == ["cats/a.png"]
