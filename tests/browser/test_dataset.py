@@ -13,6 +13,7 @@ from PIL import Image
 from playwright.sync_api import BrowserContext, Page, expect
 
 from tests.browser.conftest import Running, logged_in
+from tests.browser.test_pages import findings
 from tests.unit.data.pictures import bomb, encoded, picture, write_pair
 
 pytestmark = pytest.mark.browser
@@ -228,10 +229,10 @@ def test_ten_thousand_pictures_are_a_grid_of_pages(
     expect(page.locator(".tile img")).to_have_js_property("naturalWidth", 16)
 
 
-def test_nothing_is_wider_than_the_screen_and_everything_can_be_hit(
+def test_every_page_fits_its_screen_and_axe_finds_nothing(
     start: Start, new_context: Contexts, tmp_path: Path
 ) -> None:
-    """A19 of this page, full, empty and with faults."""
+    """A19 and A20 of this page, full, empty and with faults, light and dark."""
     studio = start(tmp_path)
     folder = data_set(studio, "a cat " * 90, "a_very_long_word" * 30)
     (folder / "broken.png").write_bytes(bomb())
@@ -255,6 +256,9 @@ def test_nothing_is_wider_than_the_screen_and_everything_can_be_hit(
             assert page.evaluate("document.documentElement.scrollWidth") <= width, (address, width)
             small = page.evaluate(SMALL_TARGETS)
             assert not small, (address, width, small)
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            assert not findings(page), (address, scheme)
 
 
 SMALL_TARGETS = """() => [...document.querySelectorAll('main :is(a, button, input, select, summary)')]

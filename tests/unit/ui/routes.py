@@ -23,6 +23,7 @@ def fill(studio: Studio) -> dict[str, str]:
     return {
         "set": place.id,
         "picture": sets.key_of(place, "cats/a.png"),
+        "job": "1",
         "run": identifier(studio.runs, folder),
         "step": "10",
         "number": "0",
