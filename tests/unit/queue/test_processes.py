@@ -24,7 +24,7 @@ from trainer.queue.launcher import CPU, State
 from trainer.queue.local import Local
 from trainer.telemetry import locks
 from trainer.telemetry.locks import is_alive
-from trainer.telemetry.status import Phase, Status, read_status
+from trainer.telemetry.status import Phase, Status, StatusWriter, read_status, write_end
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 60.0
@@ -258,7 +258,7 @@ def test_a_run_that_is_stopped_before_it_listens_is_held(real: Local, tmp_path: 
 
 
 def test_a_run_that_plans_is_alive_without_its_watcher(real: Local) -> None:
-    """It has no runtime folder yet, and does not listen."""
+    """It has written no status yet, and does not listen; a status that is there is an earlier start's."""
     script = """
 import os, signal, time
 from pathlib import Path
@@ -269,6 +269,8 @@ while not (Path(os.environ["TRAINER_RUNTIME_DIR"]) / "end").exists():
 """
     real.command = (sys.executable, "-c", script)
     real.submit([wanted("cats", (CPU,)), wanted("dogs", (CPU,))])
+    StatusWriter(runtime(real, "1")).beat(Phase.TRAIN)
+    write_end(runtime(real, "1"), exit_code=0, cause="")
     real.start_due()
     wait_for(lambda: real.log("1") or None)
     for watcher in real.children:

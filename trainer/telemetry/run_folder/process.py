@@ -123,11 +123,12 @@ def read_process(run_dir: Path) -> Process | None:
 def _is_sound(process: Process) -> bool:
     """True if every value is of its type, and the folder's name could be one: JSON may hold anything."""
     code, ended = process.exit_code, process.ended_unix_seconds
-    words = (process.boot, process.processes, process.runtime_dir, process.cause)
-    times = (process.started_unix_seconds, 0.0 if ended is None else ended)
+    words: tuple[object, ...] = (process.boot, process.processes, process.runtime_dir, process.cause)
+    whole: tuple[object, ...] = (process.supervisor, 0 if code is None else code)
+    times: tuple[object, ...] = (process.started_unix_seconds, 0.0 if ended is None else ended)
     return (
         all(isinstance(one, str) for one in words)
-        and all(isinstance(one, int) for one in (process.supervisor, 0 if code is None else code))
+        and all(isinstance(one, int) for one in whole)
         and all(isinstance(one, int | float) and math.isfinite(one) for one in times)
         and one_line(process.runtime_dir) == process.runtime_dir
     )

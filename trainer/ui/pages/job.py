@@ -1,4 +1,4 @@
-"""The page of one run, its stream, its pictures and its files."""
+"""The page of one run, its stream, pictures and files, and what it can be asked for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CHUNK_BYTES = 1 << 18
 
 
 def routes(studio: Studio) -> Sequence[BaseRoute]:
-    """Routes of a run: page, stream, previews, downloads."""
+    """Routes of a run: page, stream, previews, downloads, orders."""
 
     def show(request: Request) -> Response:
         view = job_view(studio, request.path_params["run"], level=request.query_params.get("log", LEVELS[0]))
@@ -57,6 +57,15 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
             ),
         )
 
+    return [
+        Route("/runs/{run}", show, methods=["GET"]),
+        Route("/runs/{run}/stream", follow, methods=["GET"]),
+        *_files(studio),
+        *_acts(studio),
+    ]
+
+
+def _files(studio: Studio) -> Sequence[BaseRoute]:
     def preview(request: Request) -> Response:
         folder = run_folder(studio, request.path_params["run"])
         side = SIDES.get(request.query_params.get("size", "small"))
@@ -74,6 +83,13 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
         path = found_by_id(folder, request.path_params["file"], files)
         return attachment(open_below(studio.runs, path), path.name)
 
+    return [
+        Route("/runs/{run}/previews/{step:int}/{number:int}", preview, methods=["GET"]),
+        Route("/runs/{run}/files/{file}", download, methods=["GET"]),
+    ]
+
+
+def _acts(studio: Studio) -> Sequence[BaseRoute]:
     async def ask(request: Request) -> Response:
         run, order = request.path_params["run"], str((await request.form()).get("order", ""))
         if order not in list(Order):
@@ -88,10 +104,6 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
     return [
         Route("/runs/{run}/ask", ask, methods=["POST"]),
         Route("/runs/{run}/resume", go_on, methods=["POST"]),
-        Route("/runs/{run}", show, methods=["GET"]),
-        Route("/runs/{run}/stream", follow, methods=["GET"]),
-        Route("/runs/{run}/previews/{step:int}/{number:int}", preview, methods=["GET"]),
-        Route("/runs/{run}/files/{file}", download, methods=["GET"]),
     ]
 
 

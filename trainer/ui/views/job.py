@@ -11,7 +11,8 @@ from trainer.errors import ExitCode, Problem
 from trainer.telemetry.control import Request
 from trainer.telemetry.run_folder.plan import PlannedDecision
 from trainer.telemetry.run_folder.results import Sample
-from trainer.telemetry.runs import CONFIG_FILE, Run, State, read_run
+from trainer.telemetry.rundir import CONFIG_FILE
+from trainer.telemetry.runs import Run, State, read_run
 from trainer.telemetry.status import Phase
 from trainer.ui.opened import tail
 from trainer.ui.studio import Studio, identifier
@@ -127,7 +128,7 @@ class JobView:
     config: str
     damaged_lines: int
     requests: tuple[Request, ...]
-    """What it was asked for while it runs, oldest first."""
+    """Orders that it was given while it runs, oldest first."""
     can_be_asked: bool
     can_resume: bool
 

@@ -15,7 +15,7 @@ from trainer.queue.launcher import ALIVE, ENDED, State
 from trainer.queue.local import Local
 from trainer.queue.overview import Entry, overview
 from trainer.queue.scheduler import is_scheduled
-from trainer.telemetry.runs import CONFIG_FILE
+from trainer.telemetry.rundir import CONFIG_FILE
 from trainer.ui.studio import Studio, UnknownIdError, identifier
 from trainer.ui.views.runs import run_folder
 from trainer.ui.views.state import StateView
@@ -146,4 +146,4 @@ def resume(studio: Studio, run: str) -> None:
         family_defaults={name: family.defaults for name, family in known.items()},
         lora_presets={name: tuple(family.lora_targets) for name, family in known.items()},
     )
-    queue.submit([request(loaded, machine_facts(), queue.gpus())])
+    queue.submit([request(loaded, machine_facts(), queue.gpus(), name=folder.name)])
