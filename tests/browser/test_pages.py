@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -258,3 +261,46 @@ def test_pictures_of_the_documents_are_of_these_pages(
                 picture.convert("RGB").save(ROOT / folder / name, optimize=True)
             with Image.open(PICTURES / name) as shown:
                 assert shown.size == picture.size, name
+
+
+TRAINS = """
+import sys, time
+from pathlib import Path
+from tests.unit.ui import made
+folder, runtime = map(Path, sys.argv[1:])
+with made.running(folder, runtime, step=100, steps=300):
+    print("trains", flush=True)
+    time.sleep(3600)
+"""
+
+
+def test_what_was_killed_is_told_and_runs_outlive_the_studio(
+    new_context: NewContext, start: Callable[..., Running], tmp_path: Path, watched: Watched
+) -> None:
+    """A14: kill -9 of the studio, of a run, and a start of the machine; each is a word on the open page."""
+    watched.allowed += ["ERR_CONNECTION", "ERR_INCOMPLETE_CHUNKED_ENCODING", "htmx:sse:error"]
+    studio = start(tmp_path)
+    folder = made.make_run(studio.runs / "cats", done=100)
+    made.checkpoint(folder, 100)
+    words = [sys.executable, "-c", TRAINS, str(folder), str(tmp_path / "rt")]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None and run.stdout.readline() == "trains\n"
+        page = logged_in(new_context(), studio)
+        path = f"/runs/{identifier(studio.runs, folder)}"
+        page.goto(studio.url + path)
+        page.wait_for_selector("#live-part .state:has-text('training')", timeout=_WAIT_MS)
+        studio.process.kill()
+        studio.process.wait()
+        assert run.poll() is None, "the run goes on"
+        again = start(tmp_path, "--port", studio.url.rpartition(":")[2])
+        assert not again.link, "the token is the old one, and so is the session"
+        page.goto(again.url + path)
+        page.wait_for_selector("#live-part .state:has-text('training')", timeout=_WAIT_MS)
+        run.kill()
+        page.wait_for_selector("#live-part .state:has-text('lost')", timeout=_WAIT_MS)
+        assert page.get_by_role("button", name="Resume").is_visible()
+    # a run of another boot: its locks are gone, and its process's number may be somebody else's
+    record = json.loads((folder / "process.json").read_text())
+    (folder / "process.json").write_text(json.dumps({**record, "boot": "another", "supervisor": os.getpid()}))
+    page.reload()
+    assert page.locator("#live-part .state").inner_text() == "lost"

@@ -21,7 +21,7 @@ from trainer.data.conversations.files import read_rows
 from trainer.errors import TrainerError
 from trainer.planning.shapes.set_look import samples
 
-_BYTES_A_TOKEN = 4.0
+BYTES_A_TOKEN = 4.0
 """Bytes of JSON that become one token, about; of English."""
 _MOST_BYTES = 64 << 20
 """Size of a file of conversations that is read for a row of the plan."""
@@ -111,7 +111,7 @@ def _conversations(config: RunConfig) -> Counted | None:
     left = _trained_share(epoch, held_out, rows)
     if left < 1:
         return None
-    tokens = size / _BYTES_A_TOKEN * left / epoch
+    tokens = size / BYTES_A_TOKEN * left / epoch
     return Counted(samples=rows, held_out=held_out, in_epoch=left, tokens=tokens)
 
 

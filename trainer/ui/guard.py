@@ -22,7 +22,7 @@ CSRF_FIELD, CSRF_HEADER = "csrf", "X-CSRF-Token"
 LOGIN_PATH, STATIC_PREFIX = "/login", "/static/"
 """Paths that need no session; a login brings the token, and its Origin is looked at too."""
 SMALL_BODY_BYTES = 1 << 20
-LARGE_BODIES: Sequence[tuple[re.Pattern[str], int]] = ()
+LARGE_BODIES: Sequence[tuple[re.Pattern[str], int]] = ((re.compile(r"/data/[^/]+/upload"), 20 << 30),)
 """Paths that take more than SMALL_BODY_BYTES, and how many bytes."""
 # fmt: off
 HEADERS: Mapping[str, str] = {

@@ -10,14 +10,19 @@ from starlette.applications import Starlette
 from starlette.routing import Mount, Route
 
 from tests.unit.ui import made
+from tests.unit.ui.datasets import sets
 from trainer.ui.studio import Studio, identifier
 
 
 def fill(studio: Studio) -> dict[str, str]:
-    """Put a run into the studio's roots; gives the values of path parameters that lead to it."""
+    """Put a run and a data set into the studio's roots; gives the path parameters that lead to them."""
     folder = made.make_run(studio.runs / "cats", done=20)
     made.samples(folder, 10, [Image.new("RGB", (64, 64), "navy")], ["a cat"])
+    place = sets.make(studio, a="a cat")
+    sets.looked(place)
     return {
+        "set": place.id,
+        "picture": sets.key_of(place, "cats/a.png"),
         "job": "1",
         "run": identifier(studio.runs, folder),
         "step": "10",

@@ -187,19 +187,29 @@ def _flat(image: Image.Image, where: str) -> Image.Image:
         raise DataError(f"the picture holds {error}", where=where, remedy=remedy) from error
 
 
-def fit(image: Image.Image, bucket_width: int, bucket_height: int, view: View = CENTRED) -> Image.Image:
-    """The largest part of the bucket's shape, resampled to the bucket's size with Lanczos.
+def crop_box(
+    size: tuple[int, int], bucket: tuple[int, int], view: View = CENTRED
+) -> tuple[float, float, float, float]:
+    """Left, top, right and bottom, in pixels of a picture of `size`, of the largest part of a bucket's shape.
 
-    Scaling and cropping are one step with fractional borders, so that a picture is never stretched. `view`
-    says where the part lies, and whether it is mirrored afterwards.
+    `view` says where the part lies. The bucket's width over that of the part is how much it is enlarged.
     """
-    width, height = image.size
+    (width, height), (bucket_width, bucket_height) = size, bucket
     scale = max(bucket_width / width, bucket_height / height)
     kept_width, kept_height = min(bucket_width / scale, width), min(bucket_height / scale, height)
     left, top = (width - kept_width) * view.place[0], (height - kept_height) * view.place[1]
     # rounding may put an outermost part a hair outside
-    box = (left, top, min(left + kept_width, width), min(top + kept_height, height))
-    cut = image.resize((bucket_width, bucket_height), Image.Resampling.LANCZOS, box=box)
+    return left, top, min(left + kept_width, width), min(top + kept_height, height)
+
+
+def fit(image: Image.Image, bucket_width: int, bucket_height: int, view: View = CENTRED) -> Image.Image:
+    """The part in `crop_box`, resampled to the bucket's size with Lanczos, mirrored where `view` says so.
+
+    Scaling and cropping are one step with fractional borders, so that a picture is never stretched.
+    """
+    bucket = (bucket_width, bucket_height)
+    box = crop_box(image.size, bucket, view)
+    cut = image.resize(bucket, Image.Resampling.LANCZOS, box=box)
     return cut.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if view.flip else cut
 
 

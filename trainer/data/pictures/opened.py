@@ -6,9 +6,10 @@ import contextlib
 import os
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 from PIL import Image
 
@@ -31,11 +32,13 @@ def open_all(
     files: Iterable[Path],
     *,
     masks: Collection[Path] = (),
+    known: Mapping[Path, Measured] = MappingProxyType({}),
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict[Path, Measured], list[Problem]]:
     """Open every file once, those in `masks` as masks; gives (the usable ones, the faults of the others).
 
-    `progress(done, total)` runs in the calling thread and may raise to stop.
+    Files in `known`, which were usable before and have not changed, are not opened. `progress(done, total)`
+    runs in the calling thread and may raise to stop.
     """
     paths, as_masks = tuple(dict.fromkeys(files)), frozenset(masks)
     opened: dict[Path, Measured] = {}
@@ -43,6 +46,8 @@ def open_all(
     one_at_a_time = threading.Lock()
 
     def one(path: Path) -> Measured | tuple[Problem, ...]:
+        if path in known:
+            return known[path]
         try:
             data = read_bytes(path)
             with one_at_a_time if claimed_pixels(data) > _LARGE_PIXELS else contextlib.nullcontext():

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from trainer.data.captions import read_sidecar, with_trigger_word
@@ -14,7 +15,7 @@ from trainer.data.leftout import capped, list_left_out, nothing_left
 from trainer.data.pictures.buckets import buckets, nearest_bucket
 from trainer.data.pictures.images import Measured
 from trainer.data.pictures.opened import control_of, open_all
-from trainer.data.records import ImageRecord, Mask, Scan
+from trainer.data.records import ImageRecord, LeftOut, Mask, Scan
 from trainer.data.sets import notices
 from trainer.data.sets.controls import its_own, pair_stems, read_set, set_folders
 from trainer.data.sets.listing import Listing
@@ -29,7 +30,7 @@ _ASPECT_TOLERANCE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Captioned:
+class Captioned:
     """An image file with its caption, not yet opened."""
 
     set_index: int
@@ -39,13 +40,15 @@ class _Captioned:
     controls: tuple[Path, ...]
     masks: tuple[Path, ...]
     """One, or none."""
+    caption_from: str = ""
+    """File of the caption, of metadata with its row, also of one that cannot be used; empty where none is."""
 
 
 @dataclass(kw_only=True)
-class _Found:
+class Found:
     """The images of the sets, and every problem with them."""
 
-    images: list[_Captioned] = field(default_factory=list)
+    images: list[Captioned] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     fatal: bool = False
     """Whether a folder is bad as a whole, which skipping files cannot mend."""
@@ -53,6 +56,13 @@ class _Found:
     """The images with their control images and masks."""
     spoils: defaultdict[str, list[str]] = field(default_factory=functools.partial(defaultdict, list))
     """Places of problems -> images that cannot be used because of them."""
+    good: Mapping[Path, Measured] = field(default_factory=dict)
+    """The files that could be used when they were opened."""
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """Images that cannot be used and files that should not be there, each with all reasons."""
+        return list_left_out(self.problems, self.spoils)
 
 
 def scan_images(
@@ -72,50 +82,68 @@ def scan_images(
     `skip` only for folders that are wrong as a whole, and where nothing would be left.
     """
     sizes = buckets(resolution, multiple)
-    found = _Found()
-    apart = [folder for one in sets for folder in set_folders(one)]
-    for set_index, one in enumerate(sets):
-        _list_set(set_index, one, controls, found, apart)
-    masks = {mask for item in found.images for mask in item.masks}
-    good, problems = open_all(found.files, masks=masks, progress=progress)
-    found.problems += [*problems, *_mask_problems(found.images, good)]
+    found = find_images(sets, controls)
+    open_images(found, progress=progress)
     if found.problems and (found.fatal or on_bad_file == "error"):
         raise DataError(capped(found.problems))
-    left_out = list_left_out(found.problems, found.spoils)
+    left_out = found.left_out
     bad = {file for file, _ in left_out}
     records = [
-        _record(item, sets[item.set_index], good, sizes, trigger_word)
+        _record(item, sets[item.set_index], found.good, sizes, trigger_word)
         for item in found.images
         if str(item.path) not in bad
     ]
     if not records:
         raise nothing_left(found.problems)
-    notices.tell(records, good, sets)
+    notices.tell(records, found.good, sets)
     return Scan(records=tuple(records), left_out=left_out)
 
 
+def find_images(sets: Sequence[DataSet], controls: tuple[int, int]) -> Found:
+    """The images of all sets with their captions, in order of set and file name; no picture is opened."""
+    found = Found()
+    apart = [folder for one in sets for folder in set_folders(one)]
+    for set_index, one in enumerate(sets):
+        _list_set(set_index, one, controls, found, apart)
+    return found
+
+
+def open_images(
+    found: Found,
+    *,
+    known: Mapping[Path, Measured] = MappingProxyType({}),
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Open every file in `found`, those in `known` apart, and add what is good and what is wrong to it."""
+    masks = {mask for item in found.images for mask in item.masks}
+    found.good, problems = open_all(found.files, masks=masks, known=known, progress=progress)
+    found.problems += [*problems, *_mask_problems(found.images, found.good)]
+
+
 def _list_set(
-    set_index: int, one: DataSet, counts: tuple[int, int], found: _Found, apart: Sequence[Path]
+    set_index: int, one: DataSet, counts: tuple[int, int], found: Found, apart: Sequence[Path]
 ) -> None:
     """The images of one set with captions, control images and masks; not those in folders of others."""
     assert one.img_dir is not None, "the configuration was checked"
     listing, metadata, metadata_problems, pairs = read_set(one, one.img_dir, apart, counts)
     masks = pair_stems(listing, (one.mask_dir,) if one.mask_dir is not None else (), "mask")
     own_masks = its_own(masks.found, "mask", "name a folder of masks in data.sets.mask_dir")
-    captions, caption_problems = _captions(listing, metadata)
+    sidecars = {listing.stem(path): path for path in listing.captions}
+    captions, caption_problems = _captions(listing, metadata, sidecars)
     problems = [*listing.problems, *metadata_problems, *caption_problems, *pairs.problems]
     problems += [*masks.problems, *own_masks]
     found.problems += {(problem.what, problem.where): problem for problem in problems}.values()
     found.fatal = found.fatal or listing.unusable or pairs.unusable or masks.unusable
     by_stem: defaultdict[str, list[str]] = defaultdict(list)
     for image in listing.images:
-        item = _Captioned(
+        item = Captioned(
             set_index=set_index,
             name=image.relative_to(listing.folder).as_posix(),
             path=image,
             caption=captions.get(image, ""),
             controls=pairs.found.get(image, ()),
             masks=masks.found.get(image, ()),
+            caption_from=str(sidecars.get(listing.stem(image)) or metadata.named.get(listing.key(image), "")),
         )
         found.images.append(item)
         files = (image, *item.controls, *item.masks)
@@ -133,10 +161,11 @@ def _list_set(
             found.spoils[str(path)] += by_stem.get(listing.stem(path), ())
 
 
-def _captions(listing: Listing, metadata: Metadata) -> tuple[dict[Path, str], list[Problem]]:
+def _captions(
+    listing: Listing, metadata: Metadata, sidecars: Mapping[str, Path]
+) -> tuple[dict[Path, str], list[Problem]]:
     """The caption of every image that has exactly one, and a problem for every other one."""
     problems: list[Problem] = []
-    sidecars = {listing.stem(path): path for path in listing.captions}
     captions: dict[Path, str] = {}
     names = {one_form(name): name for name in listing.names}
     for image in listing.images:
@@ -177,7 +206,7 @@ def _no_caption(image: Path, metadata: Sequence[Path]) -> Problem:
     return Problem(what=f"the image is not named in {files}", where=str(image), remedy=remedy)
 
 
-def _mask_problems(images: Sequence[_Captioned], good: Mapping[Path, Measured]) -> Iterator[Problem]:
+def _mask_problems(images: Sequence[Captioned], good: Mapping[Path, Measured]) -> Iterator[Problem]:
     """A problem for every mask of another aspect than its image, so that nobody knows what it covers."""
     for item, path in ((one, mask) for one in images for mask in one.masks):
         if path not in good or item.path not in good:
@@ -190,7 +219,7 @@ def _mask_problems(images: Sequence[_Captioned], good: Mapping[Path, Measured]) 
 
 
 def _record(
-    item: _Captioned,
+    item: Captioned,
     one: DataSet,
     good: Mapping[Path, Measured],
     sizes: Sequence[tuple[int, int]],

@@ -1,0 +1,269 @@
+"""The Data set page in Chromium: uploads, captions, conflicts, keys, and a set of ten thousand pictures."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from playwright.sync_api import BrowserContext, Page, expect
+
+from tests.browser.conftest import Running, logged_in
+from tests.browser.test_pages import findings
+from tests.unit.data.pictures import bomb, encoded, picture, write_pair
+
+pytestmark = pytest.mark.browser
+Start = Callable[..., Running]
+Contexts = Callable[..., BrowserContext]
+
+
+PNG = {"mimeType": "image/png"}
+
+
+def data_set(studio: Running, *captions: str) -> Path:
+    """A folder `cats` with a picture for each caption: 0.png, 1.png ..."""
+    folder = studio.runs.parent / "data" / "cats"
+    folder.mkdir()
+    for number, caption in enumerate(captions):
+        write_pair(folder, f"{number}.png", caption, seed=number)
+    return folder
+
+
+def shown(page: Page, studio: Running) -> None:
+    """Open the data set by its link; the first visit asks for a look and shows what it found."""
+    page.goto(f"{studio.url}/data")
+    page.get_by_role("link", name="cats", exact=True).click()
+
+
+def looked(page: Page, pictures: int) -> None:
+    """Wait for the page that shows so many pictures, all of them opened."""
+    expect(page.get_by_role("link", name=f"All {pictures}", exact=True)).to_be_visible(timeout=90_000)
+    expect(page.locator("#look")).not_to_contain_text("not looked at", timeout=90_000)
+    expect(page.locator("#look")).not_to_contain_text("Looking", timeout=90_000)
+
+
+def test_200_pictures_with_four_bad_ones_are_told_one_by_one(
+    start: Start, new_context: Contexts, tmp_path: Path
+) -> None:
+    """A9, by the file field for the good ones, dropped onto the page for the bad."""
+    studio = start(tmp_path)
+    page = logged_in(new_context(), studio)
+    page.goto(f"{studio.url}/data")
+    page.get_by_label("Name").fill("cats")
+    page.get_by_role("button", name="Make it").click()
+    files = []
+    for number in range(200):
+        files.append({"name": f"{number:03}.png", "buffer": encoded(picture(40, 30, number)), **PNG})
+        files.append(
+            {"name": f"{number:03}.txt", "mimeType": "text/plain", "buffer": f"cat {number}".encode()}
+        )
+    page.get_by_label("Pictures and captions").set_input_files(files)
+    page.get_by_role("button", name="Upload").click()
+    expect(page.locator("#upload-state")).to_contain_text("400 stored, 0 not", timeout=90_000)
+    huge = io.BytesIO()
+    Image.new("1", (20_000, 15_000)).save(huge, "PNG")
+    bad = {
+        "broken.png": encoded(picture(300, 300))[:9000],
+        "huge.png": huge.getvalue(),
+        "drawing.png": b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+        "../x.png": encoded(picture(seed=999)),
+    }
+    carried = page.evaluate_handle(
+        """(files) => {
+            const all = new DataTransfer();
+            for (const [name, bytes] of files)
+                all.items.add(new File([Uint8Array.from(atob(bytes), (one) => one.charCodeAt(0))], name));
+            return all;
+        }""",
+        [(name, base64.b64encode(data).decode()) for name, data in bad.items()],
+    )
+    page.dispatch_event("#upload", "drop", {"dataTransfer": carried})
+    expect(page.locator("#upload-state")).to_contain_text("1 stored, 3 not", timeout=90_000)
+    told = {row.split(" ")[0]: row for row in page.locator("#told li").all_inner_texts()}
+    assert len(told) == 4
+    assert "damaged" in told["broken.png"] and "178 million" in told["huge.png"]
+    assert "an SVG drawing" in told["drawing.png"]
+    assert page.locator("#told li.bad").count() == 3
+    page.get_by_role("link", name="Show them").click()
+    looked(page, 201)
+    stored = {path.name for path in (tmp_path / "data").rglob("*.png")}
+    assert {f"{number:03}.png" for number in range(200)} < stored and len(stored) == 201
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
+    assert not list(tmp_path.glob("**/huge*")) and not list(tmp_path.glob("**/.upload*"))
+
+
+def test_a_folder_is_dropped_as_the_files_in_it(start: Start, new_context: Contexts, tmp_path: Path) -> None:
+    """By the browser's own drag and drop, sub-folders too; a drop beside the field is none."""
+    studio = start(tmp_path)
+    folder = data_set(studio)
+    dropped = tmp_path / "dropped"
+    (dropped / "inner").mkdir(parents=True)
+    write_pair(dropped, "a.png", "a cat", seed=1)
+    write_pair(dropped / "inner", "b.png", "a bee", seed=2)
+    page = logged_in(new_context(), studio)
+    shown(page, studio)
+    expect(page.locator("#upload")).to_be_visible()
+    protocol = page.context.new_cdp_session(page)
+
+    def drop(target: str) -> None:
+        box = page.locator(target).bounding_box()
+        assert box
+        place = {"x": box["x"] + 20, "y": box["y"] + 10}
+        data = {"items": [], "files": [str(dropped)], "dragOperationsMask": 1}
+        for kind in ("dragEnter", "dragOver", "drop"):
+            protocol.send("Input.dispatchDragEvent", {"type": kind, **place, "data": data})
+
+    drop("h1")
+    assert page.url.startswith(f"{studio.url}/data/") and not list(folder.iterdir())
+    drop("#upload")
+    expect(page.locator("#upload-state")).to_contain_text("4 stored, 0 not", timeout=60_000)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        path.name: path.read_bytes() for path in dropped.rglob("*.*")
+    }
+
+
+def test_a_caption_is_edited_in_place_undone_and_kept_from_others(
+    start: Start, new_context: Contexts, tmp_path: Path
+) -> None:
+    """A10, by keys: Ctrl-S saves, leaving the field saves, an edit on the disk meanwhile is shown."""
+    studio = start(tmp_path)
+    folder = data_set(studio, "a cat", "a bee")
+    page = logged_in(new_context(), studio)
+    shown(page, studio)
+    looked(page, 2)
+    field, tile = page.get_by_label("Caption of 0.png"), page.locator(".tile").first
+    field.fill("a grey <b>cat</b>")
+    field.press("Control+s")
+    expect(tile.get_by_role("status")).to_have_text("Saved")
+    assert (folder / "0.txt").read_text() == "a grey <b>cat</b>\n"
+    expect(field).to_be_focused()
+    # another program writes meanwhile
+    (folder / "0.txt").write_text("a dog")
+    field.fill("a white cat")
+    field.press("Tab")
+    expect(tile.get_by_role("alert")).to_contain_text("a dog")
+    assert (folder / "0.txt").read_text() == "a dog" and field.input_value() == "a white cat"
+    # whoever saves again has seen it
+    tile.get_by_role("button", name="Save").click()
+    expect(tile.get_by_role("status")).to_have_text("Saved")
+    assert (folder / "0.txt").read_text() == "a white cat\n"
+    page.reload()
+    page.get_by_role("button", name="Undo: caption of 0.png").click()
+    expect(page.get_by_label("Caption of 0.png")).to_have_value("a dog")
+    assert (folder / "0.txt").read_text() == "a dog" and (folder / "1.txt").read_text() == "a bee"
+
+
+def test_the_crop_is_drawn_where_it_is_cut(start: Start, new_context: Contexts, tmp_path: Path) -> None:
+    """A11: the frame lies on the screen over the middle of the picture, as long as the bucket is."""
+    studio = start(tmp_path)
+    folder = data_set(studio, "a cat")
+    picture(400, 150).save(folder / "0.png")
+    page = logged_in(new_context(), studio)
+    shown(page, studio)
+    looked(page, 1)
+    page.get_by_role("link", name="0.png").click()
+    frame, whole = page.locator("rect.crop"), page.locator("svg.frame image")
+    inner, outer = frame.bounding_box(), whole.bounding_box()
+    assert inner and outer
+    width, height = map(int, page.locator("dd a[href*=bucket]").inner_text().split("\u00d7"))
+    assert inner["width"] / inner["height"] == pytest.approx(width / height, rel=0.02)
+    assert inner["x"] - outer["x"] == pytest.approx(
+        outer["x"] + outer["width"] - inner["x"] - inner["width"], abs=1.5
+    )
+    assert inner["height"] == pytest.approx(outer["height"], abs=3) and inner["width"] < outer["width"] - 10
+    assert page.evaluate("document.querySelector('svg.frame image').getBBox().width") == 400
+
+
+def test_without_scripts_a_set_is_looked_at_and_edited(
+    start: Start, new_context: Contexts, tmp_path: Path
+) -> None:
+    """A22 of this page: forms post, links link."""
+    studio = start(tmp_path)
+    folder = data_set(studio, "a cat")
+    logged = new_context()
+    logged_in(logged, studio)
+    page = new_context(java_script_enabled=False, storage_state=logged.storage_state()).new_page()
+    shown(page, studio)
+    page.get_by_role("button", name="Look again").click()
+    for _ in range(100):
+        if page.get_by_label("Caption of 0.png").count():
+            break
+        page.wait_for_timeout(200)
+        page.reload()
+    page.get_by_label("Caption of 0.png").fill("a dog")
+    page.get_by_role("button", name="Save").click()
+    assert (folder / "0.txt").read_text() == "a dog\n"
+    page.goto(page.url.partition("/pictures")[0])
+    page.get_by_text("Add pictures").click()
+    file = {"name": "1.png", "buffer": encoded(picture(seed=9)), **PNG}
+    page.get_by_label("Pictures and captions").set_input_files(file)
+    page.get_by_role("button", name="Upload").click()
+    expect(page.locator(".told li")).to_have_text(re.compile(r"1\.png\s+stored"))
+    assert (folder / "1.png").exists()
+
+
+@pytest.mark.slow
+def test_ten_thousand_pictures_are_a_grid_of_pages(
+    start: Start, new_context: Contexts, tmp_path: Path
+) -> None:
+    """A23: all are counted, found and reached, and few are in the page at a time."""
+    studio = start(tmp_path)
+    folder = data_set(studio)
+    for number in range(10_000):
+        Image.new("RGB", (16, 16), (number % 97, 50, 7)).save(folder / f"{number:05}.png")
+        (folder / f"{number:05}.txt").write_text(f"thing {number}")
+    page = logged_in(new_context(), studio)
+    shown(page, studio)
+    looked(page, 10_000)
+    assert page.locator(".tile").count() == 60
+    expect(page.get_by_text("Page 1 of 167").first).to_be_visible()
+    page.get_by_role("link", name="Next").first.click()
+    expect(page.locator(".tile .name").first).to_have_text("00060.png")
+    page.get_by_role("searchbox").fill("thing 9999")
+    page.get_by_role("searchbox").press("Enter")
+    expect(page.locator(".tile .name")).to_have_text(["09999.png"])
+    expect(page.locator(".tile img")).to_have_js_property("naturalWidth", 16)
+
+
+def test_every_page_fits_its_screen_and_axe_finds_nothing(
+    start: Start, new_context: Contexts, tmp_path: Path
+) -> None:
+    """A19 and A20 of this page, full, empty and with faults, light and dark."""
+    studio = start(tmp_path)
+    folder = data_set(studio, "a cat " * 90, "a_very_long_word" * 30)
+    (folder / "broken.png").write_bytes(bomb())
+    (folder / f"{'long' * 40}.png").write_bytes(encoded(picture(seed=5)))
+    (tmp_path / "data/empty").mkdir()
+    page = logged_in(new_context(), studio)
+    shown(page, studio)
+    looked(page, 4)
+    grid = page.url.partition("?")[0]
+    links = [link.get_attribute("href") for link in page.locator("a.look").all()]
+    page.goto(f"{studio.url}/data")
+    links.append(page.get_by_role("link", name="empty").get_attribute("href"))
+    addresses = [f"{studio.url}/data", grid, f"{grid}/replace?find=cat&replace=dog"]
+    addresses += [f"{studio.url}{link}" for link in links]
+    assert len(addresses) == 8
+    for address in addresses:
+        page.goto(address)
+        page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+        for width, height in ((360, 740), (768, 1024), (1440, 900)):
+            page.set_viewport_size({"width": width, "height": height})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, (address, width)
+            small = page.evaluate(SMALL_TARGETS)
+            assert not small, (address, width, small)
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            assert not findings(page), (address, scheme)
+
+
+SMALL_TARGETS = """() => [...document.querySelectorAll('main :is(a, button, input, select, summary)')]
+    .filter((one) => one.offsetParent && !one.closest('p, dd, label'))
+    .map((one) => [one.outerHTML.slice(0, 80), one.getBoundingClientRect()])
+    .filter(([, box]) => box.width > 0 && (box.width < 24 || box.height < 24))
+    .map(([text, box]) => `${text} ${box.width}x${box.height}`)"""
+"""Targets under 24 pixels; links in running text may be (WCAG 2.5.8)."""

@@ -1,0 +1,114 @@
+"""Changes of files: none is lost between two writers, and each has a way back to the byte."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.ui.datasets.sets import looked, make, tree
+from trainer.data.captions import clean_caption, read_sidecar
+from trainer.errors import DataError, NoSpaceError
+from trainer.files import atomic
+from trainer.ui.datasets import edits
+from trainer.ui.datasets.places import held
+from trainer.ui.studio import Studio
+
+
+def test_no_edit_of_two_writers_is_lost(studio: Studio) -> None:
+    """S15: each adds words of its own, and begins again where another was first."""
+    place = make(studio, a="words")
+    words = [[f"{writer}-{count}" for count in range(8)] for writer in range(4)]
+
+    def add(own: list[str]) -> None:
+        for word in own:
+            while True:
+                now = edits.caption_now(place, "cats/a.txt")
+                try:
+                    edits.write_captions(place, {"cats/a.txt": (f"{now.text} {word}", now.etag)}, word)
+                except edits.ConflictError:
+                    continue
+                break
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(add, words))
+    written = (place.folder / "a.txt").read_text().split()
+    assert sorted(written) == sorted(["words", *(word for own in words for word in own)])
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(before=st.binary(max_size=60) | st.none(), text=st.text(max_size=60))
+def test_an_edit_is_undone_to_the_byte(studio: Studio, before: bytes | None, text: str) -> None:
+    """Whatever the file held, and as training reads what was written."""
+    place = make(studio)
+    path = place.folder / "a.txt"
+    path.unlink(missing_ok=True)
+    if before is not None:
+        path.write_bytes(before)
+    etag = edits.caption_now(place, "cats/a.txt").etag
+    try:
+        edits.write_captions(place, {"cats/a.txt": (text, etag)}, "edit")
+    except DataError:
+        assert not text.split() or "\x00" in text or not text.isprintable()
+    else:
+        assert read_sidecar(path) == clean_caption(text)
+        assert edits.undo(place) == []
+    assert (path.read_bytes() if path.exists() else None) == before
+
+
+def test_all_captions_are_written_or_none(studio: Studio) -> None:
+    place = make(studio, a="a cat", b="a bee")
+    etags = {name: edits.caption_now(place, f"cats/{name}.txt").etag for name in "ab"}
+    (place.folder / "b.txt").write_text("changed")
+    before = tree(place.folder)
+    with pytest.raises(edits.ConflictError) as raised:
+        edits.write_captions(place, {f"cats/{name}.txt": ("x", etags[name]) for name in "ab"}, "both")
+    assert {name: one.text for name, one in raised.value.now.items()} == {"cats/b.txt": "changed"}
+    with pytest.raises(DataError, match="empty"):
+        edits.write_captions(place, {"cats/a.txt": ("x", etags["a"]), "cats/b.txt": (" ", "")}, "both")
+    assert tree(place.folder) == before and not edits.last_change(place)
+
+
+def test_a_change_that_was_cut_off_is_undone(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk fills after the first of two captions: undo brings both back."""
+    place = make(studio, a="a cat", b="a bee")
+    before, plain, done = tree(place.folder), edits._write, []
+
+    def fails(*arguments: object) -> None:
+        if done:
+            raise NoSpaceError("the disk is full")
+        done.append(plain(*arguments))  # type: ignore[arg-type, func-returns-value]
+
+    texts = {f"cats/{name}.txt": ("x", edits.caption_now(place, f"cats/{name}.txt").etag) for name in "ab"}
+    monkeypatch.setattr(edits, "_write", fails)
+    with pytest.raises(NoSpaceError):
+        edits.write_captions(place, texts, "both")
+    monkeypatch.setattr(edits, "_write", plain)
+    assert tree(place.folder) != before
+    assert edits.undo(place) == [] and tree(place.folder) == before
+
+
+def test_deleting_one_of_two_pictures_of_a_name(studio: Studio) -> None:
+    """Two files of one name of different folders both come back."""
+    place = make(studio)
+    for folder in ("one", "two"):
+        (place.folder / folder).mkdir()
+        for end in ("png", "txt"):
+            (place.folder / folder / f"a.{end}").write_bytes(f"{folder} {end}".encode())
+    before = tree(place.folder)
+    edits.delete(place, looked(place).pictures)
+    assert not tree(place.folder)
+    assert edits.undo(place) == [] and tree(place.folder) == before
+
+
+def test_errors_name_the_file_and_not_its_descriptor(studio: Studio) -> None:
+    place = make(studio, a="a cat")
+    with (
+        pytest.raises(NoSpaceError) as raised,
+        held(place, "cats/a.txt") as path,
+        atomic.no_space_told(path),
+    ):
+        raise OSError(28, "No space left on device")
+    assert [one.where for one in raised.value.problems] == [str(place.folder / "a.txt")]

@@ -1,0 +1,243 @@
+"""The Data set page over HTTP, without a script."""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.unit.data.pictures import encoded, picture, write_rows
+from tests.unit.ui.datasets.sets import key_of, looked, make, tree
+from trainer.ui.datasets import worker
+from trainer.ui.studio import Studio
+
+
+@pytest.fixture(autouse=True)
+def no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks are asked for, and made by the tests themselves."""
+    monkeypatch.setattr(worker, "ask_for_look", worker.note_request)
+
+
+def field(text: str, name: str) -> str:
+    """Value of the first hidden field of a name."""
+    found = re.search(rf'name="{name}" value="([^"]*)"', text)
+    assert found, f"no field {name}"
+    return html.unescape(found[1])
+
+
+def test_a_set_is_made_and_listed(client: TestClient, studio: Studio) -> None:
+    assert "No data set is here yet" in client.get("/data").text
+    answer = client.post("/data", data={"name": "../../My cats"})
+    assert answer.status_code == 303
+    assert [path.name for path in studio.data.iterdir()] == ["My cats"]
+    assert client.get(answer.headers["location"]).status_code == 200
+    assert client.post("/data", data={"name": "My cats"}).status_code == 422
+    assert client.post("/data", data={"name": ".."}).status_code == 422
+    assert "My cats" in client.get("/data").text
+
+
+def test_the_grid_shows_pictures_with_captions_and_faults(client: TestClient, studio: Studio) -> None:
+    place = make(studio, a="a <b>cat</b>")
+    (place.folder / "bare.png").write_bytes(encoded(picture(seed=5)))
+    assert "not looked at yet" in client.get(f"/data/{place.id}").text
+    (first, _) = looked(place).pictures
+    text = client.get(f"/data/{place.id}").text
+    assert "a &lt;b&gt;cat&lt;/b&gt;</textarea>" in text and "<b>cat" not in text
+    assert "the image has no caption" in text
+    key = key_of(place, "cats/a.png")
+    thumbnail = client.get(f"/data/{place.id}/pictures/{key}/thumbnail?v={first.sha256[:8]}")
+    assert thumbnail.headers["content-type"] == "image/webp" and thumbnail.content[8:12] == b"WEBP"
+    assert "immutable" in thumbnail.headers["cache-control"]
+    for part in ("mask", "0", "../a.png", "-1"):
+        assert client.get(f"/data/{place.id}/pictures/{key}/preview?part={part}").status_code == 404
+    shown = client.get(f"/data/{place.id}/pictures/{key}").text
+    assert f'viewBox="0 0 {first.width} {first.height}"' in shown and "data-crop=" in shown
+
+
+def test_a_caption_is_saved_undone_and_kept_from_others(client: TestClient, studio: Studio) -> None:
+    place = make(studio, a="a cat")
+    looked(place)
+    path, key = place.folder / "a.txt", key_of(place, "cats/a.png")
+    address = f"/data/{place.id}/pictures/{key}"
+    etag = field(client.get(address).text, "etag")
+    answer = client.post(f"{address}/caption", data={"caption": " a grey\n cat ", "etag": etag})
+    assert answer.status_code == 303 and path.read_text() == "a grey cat\n"
+    # another program writes meanwhile
+    etag = field(client.get(address).text, "etag")
+    path.write_text("a dog")
+    answer = client.post(f"{address}/caption", data={"caption": "a white cat", "etag": etag})
+    assert answer.status_code == 409 and "a dog" in answer.text and "a white cat" in answer.text
+    assert path.read_text() == "a dog"
+    again = client.post(f"{address}/caption", data={"caption": "mine", "etag": field(answer.text, "etag")})
+    assert again.status_code == 303 and path.read_text() == "mine\n"
+    client.post(f"/data/{place.id}/undo")
+    assert path.read_text() == "a dog"
+    # the step before is no longer as it was left: told, not overwritten
+    answer = client.post(f"/data/{place.id}/undo")
+    assert answer.status_code == 422 and "changed since" in answer.text and path.read_text() == "a dog"
+    assert client.post(f"/data/{place.id}/undo").status_code == 303
+
+
+def test_a_script_gets_the_form_alone(client: TestClient, studio: Studio) -> None:
+    place = make(studio, a="a cat")
+    looked(place)
+    address = f"/data/{place.id}/pictures/{key_of(place, 'cats/a.png')}"
+    etag = field(client.get(address).text, "etag")
+    part = {"HX-Request": "true"}
+    saved = client.post(f"{address}/caption", data={"caption": "a bee", "etag": etag}, headers=part)
+    assert saved.status_code == 200 and "Saved" in saved.text and "<html" not in saved.text
+    assert field(saved.text, "etag") != etag
+    # a console calls 409 an error, and the form says it
+    late = client.post(f"{address}/caption", data={"caption": "a cow", "etag": etag}, headers=part)
+    assert late.status_code == 200 and "changed on the disk" in late.text and "a cow</textarea>" in late.text
+    empty = client.post(
+        f"{address}/caption", data={"caption": " \n", "etag": field(saved.text, "etag")}, headers=part
+    )
+    assert "the caption is empty" in empty.text and "Saved" not in empty.text
+    assert (place.folder / "a.txt").read_text() == "a bee\n"
+
+
+COMMANDS = ("$(touch x)", "; rm -rf .", "--flag", "{{ 7 * 7 }}", "<script>alert(1)</script>", "`id`")
+
+
+@pytest.mark.parametrize("text", COMMANDS)
+def test_text_stays_text(client: TestClient, studio: Studio, text: str) -> None:
+    """S8, S9: what is written ends in the file unchanged, and on the page escaped."""
+    place = make(studio, a="a cat")
+    looked(place)
+    address = f"/data/{place.id}/pictures/{key_of(place, 'cats/a.png')}"
+    etag = field(client.get(address).text, "etag")
+    client.post(f"{address}/caption", data={"caption": text, "etag": etag})
+    assert (place.folder / "a.txt").read_text() == text + "\n"
+    assert html.escape(text, quote=False) in client.get(address).text.replace("&#34;", '"')
+    assert "<script>alert" not in client.get(f"/data/{place.id}").text
+
+
+def test_a_replacement_is_what_was_looked_at(client: TestClient, studio: Studio) -> None:
+    place = make(studio, a="a cat", b="a big cat", c="a cow")
+    looked(place)
+    address = f"/data/{place.id}/replace"
+    shown = client.get(address, params={"find": "cat", "replace": "dog"}).text
+    assert "2 captions would change" in shown and "a big dog" in shown
+    asked = {"find": "cat", "replace": "dog", "seen": field(shown, "seen")}
+    (place.folder / "b.txt").write_text("another cat")
+    late = client.post(address, data=asked)
+    assert late.status_code == 409 and (place.folder / "a.txt").read_text() == "a cat"
+    assert client.post(address, data=asked | {"seen": field(late.text, "seen")}).status_code == 303
+    texts = [(place.folder / f"{name}.txt").read_text() for name in "abc"]
+    assert texts == ["a dog\n", "another dog\n", "a cow"]
+    client.post(f"/data/{place.id}/undo")
+    assert [(place.folder / f"{name}.txt").read_text() for name in "abc"] == ["a cat", "another cat", "a cow"]
+
+
+def test_deleting_moves_to_the_trash_and_back(client: TestClient, studio: Studio) -> None:
+    place = make(studio, a="a cat", b="a bee")
+    looked(place)
+    before = tree(place.folder)
+    client.post(f"/data/{place.id}/delete", data={"picture": [key_of(place, "cats/a.png")]})
+    assert set(tree(place.folder)) == {"b.png", "b.txt"}
+    kept = sorted(path.read_bytes() for path in (studio.folder / "trash").rglob("*") if path.is_file())
+    assert kept == sorted([before["a.png"], before["a.txt"]])
+    client.post(f"/data/{place.id}/undo")
+    assert tree(place.folder) == before
+
+
+def test_metadata_becomes_files_and_comes_back(client: TestClient, studio: Studio) -> None:
+    place = make(studio, a="x", b="y")
+    for name in "ab":
+        (place.folder / f"{name}.txt").unlink()
+    write_rows(place.folder, [{"file_name": f"{name}.png", "text": f"row {name}"} for name in "ab"])
+    looked(place)
+    before = tree(place.folder)
+    assert "2 captions are rows of metadata" in client.get(f"/data/{place.id}").text
+    client.post(f"/data/{place.id}/files")
+    assert tree(place.folder) == {
+        "a.png": before["a.png"], "a.txt": b"row a\n", "b.png": before["b.png"], "b.txt": b"row b\n",
+    }  # fmt: skip
+    assert not any(one.problem for one in looked(place).pictures)
+    client.post(f"/data/{place.id}/undo")
+    assert tree(place.folder) == before
+
+
+def test_settings_are_those_that_a_run_takes(client: TestClient, studio: Studio) -> None:
+    place = make(studio, a="a cat")
+    looked(place)
+    text = client.get(f"/data/{place.id}").text
+    family = re.findall(r'<option value="([a-z0-9_]+)"', text.partition('name="family"')[2])[-1]
+    asked = {"family": family, "resolution": "512", "trigger_word": "zwx", "mask": ""}
+    assert client.post(f"/data/{place.id}/settings", data=asked).status_code == 303
+    (row,) = looked(place).pictures
+    assert 512 * 512 * 0.8 < row.bucket[0] * row.bucket[1] <= 512 * 512
+    for wrong in (
+        {"resolution": "9999999"},
+        {"resolution": "big"},
+        {"family": "none"},
+        {"mask": "../../etc"},
+    ):
+        assert client.post(f"/data/{place.id}/settings", data=asked | wrong).status_code in (404, 422)
+    assert 'value="512"' in client.get(f"/data/{place.id}").text
+
+
+def test_a_read_only_set_is_shown_and_not_edited(
+    client: TestClient, studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = make(studio, a="a cat")
+    looked(place)
+    address = f"/data/{place.id}/pictures/{key_of(place, 'cats/a.png')}"
+    # whoever runs the tests may be root, whom no mode keeps out
+    monkeypatch.setattr("trainer.ui.datasets.places.os.access", lambda *_: False)
+    text = client.get(f"/data/{place.id}").text
+    assert "read-only" in text and "Add pictures" not in text and ">Save<" not in text
+    etag = field(client.get(address).text, "etag")
+    answer = client.post(f"{address}/caption", data={"caption": "a dog", "etag": etag})
+    assert answer.status_code == 422 and (place.folder / "a.txt").read_text() == "a cat"
+    assert (
+        client.post(f"/data/{place.id}/delete", data={"picture": key_of(place, "cats/a.png")}).status_code
+        == 422
+    )
+
+
+def test_asking_twice_changes_nothing(client: TestClient, studio: Studio, tmp_path: Path) -> None:
+    """S5, of all that is read: no file appears, none changes."""
+    place = make(studio, a="a cat")
+    looked(place)
+    one = f"/data/{place.id}/pictures/{key_of(place, 'cats/a.png')}"
+    addresses = ["/data", f"/data/{place.id}", f"/data/{place.id}/progress", one, f"{one}/thumbnail"]
+    addresses += [f"{one}/preview", f"/data/{place.id}/replace?find=a&replace=b"]
+    client.get("/data")
+    before = tree(tmp_path)
+    for address in addresses * 2:
+        assert client.get(address).status_code == 200, address
+    assert tree(tmp_path) == before
+
+
+def test_names_on_the_disk_stay_text(client: TestClient, studio: Studio) -> None:
+    """S9: of the set, of a picture, of a stray file and of a folder of masks."""
+    payload = '"><img src=x onerror=alert(1)>'
+    place = make(studio, payload, **{payload: "a cat"})
+    (place.folder / f"{payload}.doc").write_text("stray")
+    (place.folder / f"folder {payload}").mkdir()
+    (row,) = looked(place).pictures
+    key, escaped = key_of(place, row.name), html.escape(payload).replace("&quot;", "&#34;")
+    addresses = ["/data", f"/data/{place.id}", f"/data/{place.id}/pictures/{key}"]
+    addresses += [f"/data/{place.id}?search={escaped}", f"/data/{place.id}/replace?find=a&replace={escaped}"]
+    for address in addresses:
+        text = client.get(address).text
+        assert escaped in text and payload not in text, address
+    files = [("files", (payload + ".png", b"no picture", "image/png"))]
+    told = client.post(f"/data/{place.id}/upload", files=files).text
+    assert "img src" in told and "<img" not in told
+
+
+def test_settings_of_another_version_are_plain_ones(client: TestClient, studio: Studio) -> None:
+    place = make(studio, a="a cat")
+    place.state.mkdir(parents=True)
+    for text in ('{"family": "of-tomorrow"}', '{"unknown": 1}', ""):
+        (place.state / "settings.json").write_text(text)
+        (place.state / "snapshot.json").write_text(text)
+        (place.state / "opened.json").write_text(text)
+        assert client.get(f"/data/{place.id}").status_code == 200
+    assert [one.name for one in looked(place).pictures] == ["cats/a.png"]

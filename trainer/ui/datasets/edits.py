@@ -1,0 +1,290 @@
+"""Changes of a data set's files, each with a way back: captions, and files that go to the trash."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from trainer.data.captions import MAX_CAPTION_BYTES, TextError, clean_caption
+from trainer.data.sets.look import Picture
+from trainer.data.sets.metadata import METADATA_NAMES
+from trainer.errors import DataError
+from trainer.files import atomic, codec
+from trainer.ui.datasets.places import Place, held, opened, writing_to
+from trainer.ui.datasets.snapshot import Snapshot
+
+TRASH_DAYS = 7
+_MOST_CHANGES = 200
+_MOST_BYTES = 1 << 20
+STAGING_PREFIX = ".upload-"
+"""Beginning of the names of hidden folders in which uploads come in."""
+NO_FILE = "none"
+"""ETag of a caption that is not written yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caption:
+    """A caption as its file says it now."""
+
+    text: str
+    etag: str
+    """Hash of the file's bytes, by which a change by others is seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A caption file before and after a change; its name is relative to the root."""
+
+    name: str
+    before: str | None
+    """Bytes as Latin-1, which any are; None where there was no file."""
+    after: str
+    """ETag."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One step that can be undone."""
+
+    what: str
+    captions: tuple[Written, ...] = ()
+    added: tuple[str, ...] = ()
+    moved: tuple[tuple[str, str], ...] = ()
+    """Names of files, and where in the trash each went."""
+
+
+class ConflictError(Exception):
+    """Captions were changed on the disk since they were shown: by name, what they are now."""
+
+    def __init__(self, now: Mapping[str, Caption]) -> None:
+        super().__init__(", ".join(now))
+        self.now = now
+
+
+def caption_file(picture: Picture) -> str:
+    """Name of the .txt of a picture's caption, whether it is there or not. Raises DataError where the caption
+    is a row of metadata.
+    """
+    if picture.caption_from and not picture.in_file:
+        what, remedy = f"the caption is in {picture.caption_from}", "turn the captions into .txt files first"
+        raise DataError(what, where=picture.name, remedy=remedy)
+    return picture.caption_from or PurePosixPath(picture.name).with_suffix(".txt").as_posix()
+
+
+def caption_now(place: Place, name: str) -> Caption:
+    """A caption file as it is on the disk; without text where there is none."""
+    data = _bytes(place, name)
+    if data is None:
+        return Caption(text="", etag=NO_FILE)
+    # one that is no UTF-8 is told as a problem of its picture, and can be written anew
+    return Caption(text=" ".join(data.decode("utf-8-sig", "replace").split()), etag=_etag(data))
+
+
+def write_captions(place: Place, texts: Mapping[str, tuple[str, str]], what: str) -> None:
+    """Write all captions, or none: by the name of their .txt, each the new text and the ETag that was shown.
+
+    Raises ConflictError where a file changed since, DataError where a text cannot be a caption, StorageError.
+    """
+    cleaned = {name: _cleaned(text, name) for name, (text, _) in texts.items()}
+    with writing_to(place):
+        now = {name: caption_now(place, name) for name in texts}
+        # one that says it already was sent twice
+        others = {
+            name: one for name, one in now.items() if one.etag not in (texts[name][1], _etag(cleaned[name]))
+        }
+        if others:
+            raise ConflictError(others)
+        before = {name: _bytes(place, name) for name in texts}
+        rows = [
+            Written(
+                name=name, before=None if data is None else data.decode("latin-1"), after=_etag(cleaned[name])
+            )
+            for name, data in before.items()
+        ]
+        _remember(place, Change(what=what, captions=tuple(rows)))
+        for name, data in cleaned.items():
+            _write(place, name, data)
+
+
+def replaced(
+    place: Place, pictures: Iterable[Picture], find: str, replace: str
+) -> dict[str, tuple[str, str, str]]:
+    """Captions in which `find` stands, by the name of their .txt: text now, text then, ETag."""
+    found = {}
+    for picture in pictures:
+        if find and find in picture.caption and picture.in_file:
+            now = caption_now(place, picture.caption_from)
+            then = " ".join(now.text.replace(find, replace).split())
+            if then != now.text:
+                found[picture.caption_from] = (now.text, then, now.etag)
+    return found
+
+
+def captions_to_files(place: Place, snapshot: Snapshot) -> None:
+    """Write every caption of metadata into a .txt of its own, and move the metadata to the trash.
+
+    Raises DataError where the metadata names control images too, which a .txt cannot.
+    """
+    if any(one.controls for one in snapshot.pictures) and not snapshot.settings.controls:
+        what = "the metadata names the control images as well"
+        raise DataError(what, where=str(place.folder), remedy="edit the captions there")
+    rows = [one for one in snapshot.pictures if one.caption and not one.in_file]
+    texts = {PurePosixPath(one.name).with_suffix(".txt").as_posix(): one.caption for one in rows}
+    files = {one.caption_from.rpartition(":")[0] for one in rows}
+    assert all(PurePosixPath(name).name in METADATA_NAMES for name in files)
+    with writing_to(place):
+        written = tuple(
+            Written(name=name, before=None, after=_etag(_line(text))) for name, text in texts.items()
+        )
+        trash = _trash(place, sorted(files))
+        _remember(place, Change(what="captions into .txt files", captions=written, moved=trash))
+        for name, text in texts.items():
+            _write(place, name, _line(text))
+        _move_all(place, trash)
+
+
+def delete(place: Place, pictures: Sequence[Picture]) -> None:
+    """Move pictures and their .txt files to the trash, from where they go for good after TRASH_DAYS."""
+    names = [one.name for one in pictures]
+    names += [one.caption_from for one in pictures if one.in_file]
+    what = f"{PurePosixPath(names[0]).name} deleted" if len(pictures) == 1 else f"{len(pictures)} deleted"
+    with writing_to(place):
+        trash = _trash(place, names)
+        _remember(place, Change(what=what, moved=trash))
+        _move_all(place, trash)
+
+
+def add(place: Place, staged: Mapping[Path, str], to_trash: Sequence[str], what: str) -> None:
+    """Move uploaded files to their names, after the files that they replace went to the trash.
+
+    The caller holds the lock, and has seen that no other file has these names.
+    """
+    trash = _trash(place, to_trash)
+    _remember(place, Change(what=what, added=tuple(staged.values()), moved=trash))
+    _move_all(place, trash)
+    for source, name in staged.items():
+        with held(place, name) as path, atomic.no_space_told(path):
+            source.rename(path)
+
+
+def last_change(place: Place) -> str:
+    """Words for the change that the next undo would take back; empty where there is none."""
+    files = _changes(place)
+    return codec.from_json(Change, files[-1].read_text(), str(files[-1])).what if files else ""
+
+
+def undo(place: Place) -> list[str]:
+    """Take the last change back; gives the files that others have changed since, which stay as they are."""
+    with writing_to(place):
+        files = _changes(place)
+        if not files:
+            return []
+        change = codec.from_json(Change, files[-1].read_text(), str(files[-1]))
+        kept = [one.name for one in change.captions if not _restored(place, one)]
+        _move_all(place, _trash(place, [name for name in change.added if _is_there(place, name)]))
+        for name, trash in change.moved:
+            with held(place, name) as path:
+                if os.path.lexists(path) or not Path(trash).exists():
+                    kept.append(name)
+                else:
+                    shutil.move(trash, path)
+        files[-1].unlink()
+        return kept
+
+
+def empty_trash(studio: Path, now: float) -> None:
+    """Remove what was deleted more than TRASH_DAYS before `now`, in Unix seconds."""
+    for folder in (studio / "trash" / "data").glob("*"):
+        if folder.lstat().st_mtime < now - TRASH_DAYS * 24 * 3600:
+            shutil.rmtree(folder)
+
+
+def _restored(place: Place, one: Written) -> bool:
+    """Write a caption as it was before; False where it is not as the change left it."""
+    data = _bytes(place, one.name)
+    before = None if one.before is None else one.before.encode("latin-1")
+    if data == before:
+        return True  # the change was cut off before this file
+    if data is None or _etag(data) != one.after:
+        return False
+    if before is None:
+        _move_all(place, _trash(place, [one.name]))
+    else:
+        _write(place, one.name, before)
+    return True
+
+
+def _cleaned(text: str, name: str) -> bytes:
+    """The bytes of a caption as it is written. Raises DataError."""
+    try:
+        data = _line(clean_caption(text))
+    except TextError as error:
+        raise DataError(error.what, where=name, remedy=error.remedy) from error
+    if len(data) > MAX_CAPTION_BYTES:
+        raise DataError(
+            f"the caption has more than {MAX_CAPTION_BYTES} bytes", where=name, remedy="shorten it"
+        )
+    return data
+
+
+def _line(text: str) -> bytes:
+    return f"{text}\n".encode()
+
+
+def _etag(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def _bytes(place: Place, name: str) -> bytes | None:
+    """Bytes of a caption file; None where there is none. Raises DataError for one that is far too large."""
+    if not _is_there(place, name):
+        return None
+    with opened(place, name) as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        what, remedy = f"the file has more than {_MOST_BYTES} bytes", "look at it, and shorten it"
+        raise DataError(what, where=str(place.root / name), remedy=remedy)
+    return data
+
+
+def _is_there(place: Place, name: str) -> bool:
+    with held(place, name) as path:
+        return os.path.lexists(path)
+
+
+def _write(place: Place, name: str, data: bytes) -> None:
+    with held(place, name) as path, atomic.writing(path) as file:
+        file.write(data)
+
+
+def _trash(place: Place, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """A place in the trash for each file; two of one name of different folders get one each."""
+    if not names:
+        return ()
+    folder = place.studio / "trash" / "data" / str(time.time_ns())
+    folder.mkdir(parents=True)
+    return tuple((name, str(folder / f"{index}-{Path(name).name}")) for index, name in enumerate(names))
+
+
+def _move_all(place: Place, moved: Iterable[tuple[str, str]]) -> None:
+    for name, trash in moved:
+        with held(place, name) as path, atomic.no_space_told(Path(trash)):
+            shutil.move(path, trash)
+
+
+def _changes(place: Place) -> list[Path]:
+    """Files of the changes that can be undone, oldest first."""
+    return sorted((place.state / "undo").glob("*.json"))
+
+
+def _remember(place: Place, change: Change) -> None:
+    """Write a change down before it is made, so that one that is cut off can be undone too."""
+    (place.state / "undo").mkdir(parents=True, exist_ok=True)
+    atomic.write_text(place.state / "undo" / f"{time.time_ns():020}.json", codec.to_json(change))
+    for old in _changes(place)[:-_MOST_CHANGES]:
+        old.unlink()

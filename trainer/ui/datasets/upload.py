@@ -1,0 +1,267 @@
+"""Uploads: files of a form, streamed into a hidden folder of the data set, judged, and given their names."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import tempfile
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, Literal
+
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from trainer.data.pictures.formats import SUFFIXES
+from trainer.data.sets.metadata import METADATA_NAMES
+from trainer.errors import DataError
+from trainer.files import atomic
+from trainer.ui.datasets import edits, worker
+from trainer.ui.datasets.places import Place, writing_to
+from trainer.words.sizes import GIB, gib
+
+MOST_FILE_BYTES = 64 * 1024**2
+MOST_SET_BYTES = 20 * GIB
+MOST_FILES = 20_000
+RESERVE_BYTES = GIB
+"""Space that uploads leave free on the disk."""
+_LOOK_BYTES = 16 * 1024**2
+_MOST_FIELD_BYTES = 1024
+_MOST_NAME_BYTES = 160
+"""Of a name without its suffix; systems take 255 with it, and a number is added to some."""
+_DISPOSITION = b"content-disposition"
+_THERE = "a file of this name, or a picture of its stem, is there already: left out"
+_NOT_ALLOWED = re.compile(r"[^\w .,()@+=~-]+")
+Existing = Literal["keep", "replace", "skip"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """One file of an upload, and what became of it."""
+
+    name: str
+    """Name that the browser gave."""
+    stored: str = ""
+    """Name in the data set; empty where it was not stored."""
+    problem: str = ""
+
+
+def stored_name(given: str) -> str:
+    """A file's name in the data set, of a name that a browser gave: the last part of its path, of letters,
+    digits and some signs, not hidden; empty where nothing is left.
+    """
+    last = re.split(r"[/\\]", unicodedata.normalize("NFC", given))[-1]
+    path = PurePosixPath(_NOT_ALLOWED.sub("_", last).strip(" ."))
+    stem = path.stem.encode()[:_MOST_NAME_BYTES].decode(errors="ignore").rstrip(" .")
+    return stem + path.suffix[:10] if stem else ""
+
+
+class Upload:
+    """One form as it comes in: `write` takes its bytes, `finish` stores what is good.
+
+    Opening it raises DataError where the data set is full, read-only, or its disk is.
+    """
+
+    def __init__(self, place: Place, boundary: bytes, coming_bytes: int) -> None:
+        if not place.writable:
+            remedy = "let the studio's user write there, or mount it without `ro`"
+            raise DataError("the data set is read-only", where=str(place.folder), remedy=remedy)
+        self._place = place
+        self._files, self._bytes = _size(place.folder)
+        self._require_space(coming_bytes)
+        self._staging = Path(tempfile.mkdtemp(prefix=edits.STAGING_PREFIX, dir=place.folder))
+        self._told: list[Told] = []
+        self._fields: dict[str, str] = {}
+        self._part: dict[bytes, bytes] = {}
+        self._file: BinaryIO | None = None
+        self._header = self._value = b""
+        self._size = self._unlooked = 0
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._part_begin,
+                "on_header_field": self._header_bytes,
+                "on_header_value": self._header_bytes,
+                "on_header_end": self._header_end,
+                "on_headers_finished": self._headers_finished,
+                "on_part_data": self._part_data,
+                "on_part_end": self._part_end,
+            },
+        )
+
+    def write(self, data: bytes) -> None:
+        """Take the next bytes of the form. Raises FormParserError for what is none, NoSpaceError."""
+        with atomic.no_space_told(self._staging):
+            self._parser.write(data)
+
+    def finish(self) -> list[Told]:
+        """Judge the files in the worker and move the good ones to their names; each is told, in order."""
+        self._parser.finalize()
+        problems = json.loads(worker.ask("judge", self._place, str(self._staging)))
+        good = [one.stored for one in self._told if one.stored and not problems[one.stored]]
+        within = PurePosixPath(self._place.name)
+        with writing_to(self._place):
+            names = _final_names(self._place.folder, good, self._fields.get("existing", "keep"))
+            moved = {
+                self._staging / name: str(within / target) for name, (target, _) in names.items() if target
+            }
+            trash = dict.fromkeys(str(within / name) for _, replaced in names.values() for name in replaced)
+            if moved:
+                edits.add(self._place, moved, list(trash), f"{len(moved)} files added")
+        told = []
+        for one in self._told:
+            if one.stored:
+                stored = names[one.stored][0] if one.stored in names else ""
+                one = dataclasses.replace(
+                    one, stored=stored, problem=problems[one.stored] or ("" if stored else _THERE)
+                )
+            told.append(one)
+        return told
+
+    def close(self) -> None:
+        """Remove what was not stored."""
+        if self._file is not None:
+            self._file.close()
+        shutil.rmtree(self._staging)
+
+    def _require_space(self, coming_bytes: int) -> None:
+        free = shutil.disk_usage(self._place.folder).free
+        if free - coming_bytes < RESERVE_BYTES:
+            what = f"the disk has {gib(free)} free, of which uploads leave {gib(RESERVE_BYTES)}"
+            raise DataError(what, where=str(self._place.folder), remedy="free some space")
+
+    def _part_begin(self) -> None:
+        self._part, self._value, self._size, self._header = {}, b"", 0, b""
+
+    def _header_bytes(self, data: bytes, start: int, end: int) -> None:
+        """Take bytes of a header's name, then of its value."""
+        self._header += data[start:end]
+
+    def _header_end(self) -> None:
+        if self._header.lower().startswith(_DISPOSITION):
+            self._part = parse_options_header(self._header[len(_DISPOSITION) :])[1]
+        self._header = b""
+
+    def _headers_finished(self) -> None:
+        given = self._part.get(b"filename", b"").decode(errors="replace")
+        if not given:
+            return
+        name, problem = stored_name(given), ""
+        if self._files >= MOST_FILES:
+            problem = f"the data set has {MOST_FILES} files, which is all that it may have"
+        elif not name or name.startswith("."):
+            problem = "the name is hidden, or has no letters"
+        elif (self._staging / name).exists():
+            problem = "the upload has two files of this name"
+        self._told.append(Told(name=given, stored="" if problem else name, problem=problem))
+        if not problem:
+            self._files += 1
+            self._file = (self._staging / name).open("xb")
+
+    def _part_data(self, data: bytes, start: int, end: int) -> None:
+        self._size += end - start
+        if b"filename" not in self._part:
+            self._value = (self._value + data[start:end])[:_MOST_FIELD_BYTES]
+        elif self._file is not None:
+            self._bytes, self._unlooked = self._bytes + end - start, self._unlooked + end - start
+            if self._size > MOST_FILE_BYTES:
+                self._refuse(f"the file has more than {MOST_FILE_BYTES // 1024**2} MiB")
+            elif self._bytes > MOST_SET_BYTES:
+                self._refuse(f"the data set would have more than {gib(MOST_SET_BYTES)}")
+            else:
+                self._file.write(data[start:end])
+            if self._unlooked > _LOOK_BYTES:
+                self._require_space(0)
+                self._unlooked = 0
+
+    def _refuse(self, problem: str) -> None:
+        """Drop the file that is coming in; the rest of it is passed over."""
+        assert self._file is not None
+        self._file.close()
+        self._file, one = None, self._told[-1]
+        (self._staging / one.stored).unlink()
+        self._bytes -= self._size
+        self._told[-1] = dataclasses.replace(one, stored="", problem=problem)
+
+    def _part_end(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        elif b"filename" not in self._part:
+            name = self._part.get(b"name", b"").decode(errors="replace")
+            self._fields[name] = self._value.decode(errors="replace")
+
+
+@contextlib.contextmanager
+def receiving(place: Place, content_type: str, coming_bytes: int = 0) -> Iterator[Upload]:
+    """Give an upload for a form of this type, whose files are gone afterwards where they were not stored.
+
+    Raises DataError for another type, and where the disk cannot take `coming_bytes`.
+    """
+    kind, options = parse_options_header(content_type)
+    if kind != b"multipart/form-data" or not options.get(b"boundary"):
+        raise DataError("the request is no form with files", where="Content-Type")
+    upload = Upload(place, options[b"boundary"], coming_bytes)
+    try:
+        yield upload
+    finally:
+        upload.close()
+
+
+def _size(folder: Path) -> tuple[int, int]:
+    """Number of files below a folder, and their bytes."""
+    found = []
+    for inside, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # others may work in the folder too
+                found.append((Path(inside) / name).lstat().st_size)
+    return len(found), sum(found)
+
+
+def _final_names(folder: Path, names: list[str], existing: str) -> dict[str, tuple[str, list[str]]]:
+    """For each file its name in `folder`, empty where it is left out, and the files that it replaces.
+
+    A picture and its caption keep a common stem.
+    """
+    taken: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for path in folder.iterdir():
+        taken[_sort(path.name)].append(path.name)
+    stems, groups = {stem for stem, _ in taken}, defaultdict(list)
+    for name in names:
+        groups[PurePosixPath(name).stem].append(name)
+    final: dict[str, tuple[str, list[str]]] = {}
+    for stem, group in groups.items():
+        in_way = {name: sorted(taken.get(_sort(name), ())) for name in group}
+        target = stem
+        if existing == "keep" and any(in_way.values()):
+            # a caption alone would be no picture's under another name, metadata would not be read
+            target = _free_stem(stem, stems) if any(_sort(name)[1] == "picture" for name in group) else ""
+        for name in group:
+            left_out = not target or (existing == "skip" and in_way[name])
+            stored = "" if left_out else target + PurePosixPath(name).suffix
+            final[name] = (stored, in_way[name] if existing == "replace" else [])
+    return final
+
+
+def _sort(name: str) -> tuple[str, str]:
+    """Stem and kind of a file: of one sort there may be one file in a folder."""
+    path = PurePosixPath(name)
+    suffix = path.suffix.lower()
+    if name in METADATA_NAMES:
+        return "metadata", "metadata"
+    return path.stem, "picture" if suffix in SUFFIXES else suffix
+
+
+def _free_stem(stem: str, stems: set[str]) -> str:
+    """The stem with the first number that no file has."""
+    number = 2
+    while f"{stem}-{number}" in stems:
+        number += 1
+    stems.add(f"{stem}-{number}")
+    return f"{stem}-{number}"

@@ -1,0 +1,262 @@
+"""Data sets: the list, uploads, the grid with captions that are edited in place, one picture."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import PurePosixPath
+
+from pydantic import ValidationError
+from python_multipart.exceptions import FormParserError
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, RedirectResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from trainer import families
+from trainer.config.schema import DataSection
+from trainer.data.pictures.buckets import buckets
+from trainer.errors import DataError, Problem
+from trainer.ui.datasets import edits, snapshot, upload, worker
+from trainer.ui.datasets.places import folders, new_place, place_of
+from trainer.ui.datasets.snapshot import Settings, picture_of
+from trainer.ui.page import render
+from trainer.ui.studio import Studio, UnknownIdError, found_by_id
+from trainer.ui.views.dataset import (
+    FILTERS,
+    dataset_view,
+    datasets_view,
+    look_view,
+    picture_view,
+    replace_view,
+    tile_view,
+)
+
+_IMMUTABLE = {"Cache-Control": "private, max-age=604800, immutable"}
+Change = Callable[[Studio, Request, FormData], Response | None]
+"""A change by a form; without a response of its own the data set is looked at and shown again."""
+
+
+def routes(studio: Studio) -> Sequence[BaseRoute]:
+    """Routes of the list of data sets, of one set and of one picture."""
+    one = "/data/{set}/pictures/{picture}"
+    shown = {
+        "/data": _list,
+        "/data/{set}": _show,
+        "/data/{set}/progress": _progress,
+        "/data/{set}/replace": _show_replacement,
+        one: _show_picture,
+        f"{one}/thumbnail": _thumbnail,
+        f"{one}/preview": _preview,
+    }
+    changes: Mapping[str, Change] = {
+        "/data": _create,
+        "/data/{set}/look": lambda *_: None,
+        "/data/{set}/undo": _undo,
+        "/data/{set}/files": _to_files,
+        "/data/{set}/delete": _delete,
+        "/data/{set}/settings": _settings,
+        "/data/{set}/replace": _replace,
+        f"{one}/caption": _caption,
+    }
+    return [
+        *(Route(path, functools.partial(page, studio), methods=["GET"]) for path, page in shown.items()),
+        *(Route(path, _changing(studio, change), methods=["POST"]) for path, change in changes.items()),
+        Route("/data/{set}/upload", functools.partial(_upload, studio), methods=["POST"]),
+    ]
+
+
+def _list(studio: Studio, request: Request) -> Response:
+    return render(request, "datasets.html", rows=datasets_view(studio), folder=studio.data)
+
+
+def _show(studio: Studio, request: Request) -> Response:
+    asked = request.query_params
+    page = asked.get("page", "1")
+    view = dataset_view(
+        studio,
+        request.path_params["set"],
+        show=asked.get("show", ""),
+        search=asked.get("search", ""),
+        bucket=asked.get("bucket", ""),
+        page=int(page) if page.isdecimal() and len(page) < 9 else 1,
+    )
+    return render(request, "dataset.html", view=view, filters=FILTERS, wait="wait" in asked)
+
+
+def _progress(studio: Studio, request: Request, *, asked: bool = True) -> Response:
+    """The page's part on looks; `wait` in the address: its script loads the page again when one is done."""
+    look, wait = look_view(studio, request.path_params["set"]), "wait" in request.query_params
+    return render(request, "_look.html", look=look, asked=asked, wait=wait)
+
+
+def _show_replacement(studio: Studio, request: Request) -> Response:
+    asked = request.query_params
+    view = replace_view(studio, request.path_params["set"], asked.get("find", ""), asked.get("replace", ""))
+    return render(request, "replace.html", view=view, changed=False)
+
+
+def _show_picture(studio: Studio, request: Request) -> Response:
+    view = picture_view(studio, request.path_params["set"], request.path_params["picture"])
+    return render(request, "picture.html", view=view)
+
+
+def _thumbnail(studio: Studio, request: Request) -> Response:
+    row = picture_of(place_of(studio, request.path_params["set"]), request.path_params["picture"])
+    path = worker.thumbnail_path(studio.folder, row.sha256)
+    if not row.sha256 or not path.is_file():
+        raise UnknownIdError(row.name)
+    # the address has the content's hash
+    headers = _IMMUTABLE if request.query_params.get("v") == row.sha256[:8] else {}
+    return FileResponse(path, media_type="image/webp", headers=headers)
+
+
+def _preview(studio: Studio, request: Request) -> Response:
+    """The picture, its mask or one of its control images, encoded anew by the worker."""
+    place = place_of(studio, request.path_params["set"])
+    row = picture_of(place, request.path_params["picture"])
+    parts = {"": row.name, "mask": row.mask, **{str(n): name for n, name in enumerate(row.controls)}}
+    name = parts.get(request.query_params.get("part", ""), "")
+    if not name:
+        raise UnknownIdError(row.name)
+    return Response(worker.ask("preview", place, name), media_type="image/webp")
+
+
+async def _upload(studio: Studio, request: Request) -> Response:
+    place = await run_in_threadpool(place_of, studio, request.path_params["set"])
+    # the guard has seen that the length is a number
+    coming_bytes = int(request.headers.get("content-length", "0"))
+    with upload.receiving(place, request.headers.get("content-type", ""), coming_bytes) as files:
+        try:
+            async for chunk in request.stream():
+                await run_in_threadpool(files.write, chunk)
+            told = await run_in_threadpool(files.finish)
+        except FormParserError as error:
+            raise HTTPException(400, f"the form is damaged: {error}") from error
+    await run_in_threadpool(worker.ask_for_look, place)
+    return render(request, "_told.html" if _is_part(request) else "told.html", told=told, place=place)
+
+
+def _changing(studio: Studio, change: Change) -> Callable[[Request], Awaitable[Response]]:
+    def apply(request: Request, form: FormData) -> Response:
+        answer = change(studio, request, form)
+        if answer is not None:
+            return answer
+        place = place_of(studio, request.path_params["set"])
+        worker.ask_for_look(place)
+        if _is_part(request):
+            return _progress(studio, request, asked=False)
+        return RedirectResponse(f"/data/{place.id}?wait=1", status_code=303)
+
+    async def read(request: Request) -> Response:
+        return await run_in_threadpool(apply, request, await request.form())
+
+    return read
+
+
+def _create(studio: Studio, request: Request, form: FormData) -> Response:
+    place = new_place(studio, upload.stored_name(_text(form, "name")))
+    return RedirectResponse(f"/data/{place.id}", status_code=303)
+
+
+def _caption(studio: Studio, request: Request, form: FormData) -> Response:
+    """Save one caption; a conflict and a text that is no caption are shown beside what was written."""
+    place, key = place_of(studio, request.path_params["set"]), request.path_params["picture"]
+    row, text = picture_of(place, key), _text(form, "caption")
+    conflict, problem = None, ""
+    try:
+        written = {edits.caption_file(row): (text, _text(form, "etag"))}
+        edits.write_captions(place, written, f"caption of {PurePosixPath(row.name).name}")
+    except edits.ConflictError as error:
+        (conflict,) = error.now.values()
+    except DataError as error:
+        problem = error.problems[0].what
+    else:
+        worker.ask_for_look(place)
+        if not _is_part(request):
+            return RedirectResponse(f"/data/{place.id}/pictures/{key}", status_code=303)
+    tile, failed = tile_view(place, key), bool(conflict or problem)
+    return render(
+        request,
+        "_caption.html" if _is_part(request) else "caption.html",
+        # a browser's console would call the status of a script's request an error
+        status_code=200 if _is_part(request) else 409 if conflict else 422,
+        tile=tile,
+        place=place,
+        text=text if failed else tile.caption,
+        saved=not failed,
+        conflict=conflict,
+        problem=problem,
+    )
+
+
+def _replace(studio: Studio, request: Request, form: FormData) -> Response | None:
+    """Make a replacement exactly as it was shown, or show it again."""
+    view = replace_view(studio, request.path_params["set"], _text(form, "find"), _text(form, "replace"))
+    if view.seen != _text(form, "seen"):
+        return render(request, "replace.html", status_code=409, view=view, changed=True)
+    texts = {name: (then, etag) for name, (_, then, etag) in view.found.items()}
+    edits.write_captions(view.place, texts, f"{view.find!r} replaced in {len(texts)} captions")
+    return None
+
+
+def _undo(studio: Studio, request: Request, form: FormData) -> None:
+    place = place_of(studio, request.path_params["set"])
+    if kept := edits.undo(place):
+        what = f"these were changed since, and stay as they are: {', '.join(kept[:20])}"
+        raise DataError(what, where=place.folder.name, remedy="all others are as before")
+
+
+def _to_files(studio: Studio, request: Request, form: FormData) -> None:
+    place = place_of(studio, request.path_params["set"])
+    found = snapshot.read_snapshot(place)
+    if found is not None:
+        edits.captions_to_files(place, found)
+
+
+def _delete(studio: Studio, request: Request, form: FormData) -> None:
+    place = place_of(studio, request.path_params["set"])
+    if pictures := [picture_of(place, str(key)) for key in form.getlist("picture")]:
+        edits.delete(place, pictures)
+
+
+def _settings(studio: Studio, request: Request, form: FormData) -> None:
+    """Keep what buckets and problems depend on. Raises DataError for a value that a run would not take."""
+    place, below = (
+        place_of(studio, request.path_params["set"]),
+        [studio.data / one for one in folders(studio)],
+    )
+    family, trigger_word = _text(form, "family"), _text(form, "trigger_word").strip()
+    if family not in {one.name for one in snapshot.picture_families()}:
+        raise DataError("no such family of models", where=family, remedy="choose one of the list")
+    values = {"resolution": _text(form, "resolution"), "trigger_word": trigger_word or None}
+    try:
+        data = DataSection.model_validate({"sets": [{"img_dir": place.folder}], **values})
+    except ValidationError as error:
+        problems = [Problem(what=one["msg"], where=".".join(map(str, one["loc"]))) for one in error.errors()]
+        raise DataError(problems) from error
+    buckets(data.resolution, families.get(family).pixel_multiple)
+    mask, *controls = (
+        found_by_id(studio.data, str(given), below).relative_to(studio.data).as_posix() if given else ""
+        for given in (_text(form, "mask"), *form.getlist("controls"))
+    )
+    made = Settings(
+        family=family,
+        resolution=data.resolution,
+        trigger_word=trigger_word,
+        mask=mask,
+        controls=tuple(filter(None, controls)),
+    )
+    snapshot.keep(place, snapshot.SETTINGS_NAME, made)
+
+
+def _text(form: FormData, name: str) -> str:
+    """A field of a form; empty where it is missing."""
+    return str(form.get(name, ""))
+
+
+def _is_part(request: Request) -> bool:
+    """True if a script asks, which puts the answer into its page."""
+    return request.headers.get("HX-Request") == "true"

@@ -1,0 +1,125 @@
+// Data sets: captions saved on leaving the field or by Ctrl-S, uploads in parts with their progress.
+"use strict";
+(() => {
+  const PART_FILES = 40, PART_BYTES = 200 * 1024 * 1024;
+
+  // leaving a field sends it, unless a key or its button did
+  const sent = new WeakMap();
+  document.addEventListener("submit", (event) => {
+    const field = event.target.matches(".caption") && event.target.elements.caption;
+    if (field) sent.set(field, field.value);
+  }, true);
+  document.addEventListener("change", (event) => {
+    const field = event.target;
+    if (field.matches(".caption textarea") && sent.get(field) !== field.value) field.form.requestSubmit();
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key !== "s" || !(event.ctrlKey || event.metaKey)) return;
+    const field = event.target.closest(".caption textarea");
+    if (field) { event.preventDefault(); if (!field.readOnly) field.form.requestSubmit(); }
+  });
+
+  // a look that the page waited for is done: show it, unless that would throw away what someone does here
+  let sending = false;
+  const dirty = () => [...document.querySelectorAll("textarea, input")].some((one) => one === document.activeElement ||
+    (one.type === "checkbox" ? one.checked : one.type === "file" ? one.files.length : one.type !== "hidden" && one.value !== one.defaultValue));
+  const look = document.getElementById("look")?.parentElement;
+  if (look) new MutationObserver(() => {
+    if (look.querySelector("[data-reload]") && !sending && !dirty()) location.reload();
+  }).observe(look, { childList: true });
+
+  const form = document.getElementById("upload");
+  if (!form) return;
+  const input = form.elements.files, bar = document.getElementById("upload-bar");
+  const state = document.getElementById("upload-state"), told = document.getElementById("told");
+
+  // a picture and its caption have one stem, and must come in one part
+  function parts(files) {
+    const stem = (file) => file.name.replace(/\.[^.]*$/, "");
+    const sorted = [...files].sort((a, b) => (stem(a) < stem(b) ? -1 : stem(a) > stem(b) ? 1 : 0));
+    const found = [];
+    let bytes = 0, last = null;
+    for (const file of sorted) {
+      const now = found.at(-1);
+      if (!now || ((now.length >= PART_FILES || bytes > PART_BYTES) && stem(file) !== last)) { found.push([file]); bytes = 0; }
+      else now.push(file);
+      bytes += file.size;
+      last = stem(file);
+    }
+    return found;
+  }
+
+  // folders are dropped as the files in them
+  async function dropped(items) {
+    const found = [], waiting = [...items].map((one) => one.webkitGetAsEntry?.() || one.getAsFile()).filter(Boolean);
+    while (waiting.length) {
+      const one = waiting.pop();
+      if (one instanceof File) found.push(one);
+      else if (one.isFile) found.push(await new Promise((done, failed) => one.file(done, failed)));
+      else {
+        const reader = one.createReader();
+        for (let some; (some = await new Promise((done, failed) => reader.readEntries(done, failed))).length;) waiting.push(...some);
+      }
+    }
+    return found;
+  }
+
+  async function send(files) {
+    const all = parts(files);
+    let done = 0, bad = 0;
+    told.replaceChildren();
+    sending = true;
+    form.querySelector("button").disabled = true;
+    bar.hidden = false;
+    bar.max = files.length;
+    for (const part of all) {
+      bar.value = done;
+      state.textContent = `${done} of ${files.length}`;
+      const body = new FormData();
+      body.append("csrf", form.elements.csrf.value);
+      body.append("existing", form.elements.existing.value);
+      for (const file of part) body.append("files", file, file.name);
+      const answer = await fetch(form.action, { method: "POST", body, headers: { "HX-Request": "true" } })
+        .catch((error) => ({ ok: false, text: async () => String(error) }));
+      const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+      if (!answer.ok) {
+        const why = page.querySelector("main") || page.body;
+        state.textContent = `Stopped after ${done} of ${files.length}: ${why.textContent.replace(/\s+/g, " ").trim()}`;
+        break;
+      }
+      const rows = [...page.querySelectorAll("li")];
+      bad += rows.filter((row) => row.className === "bad").length;
+      // faults first: they are what has to be read
+      for (const row of rows) row.className === "bad" ? told.prepend(row) : told.append(row);
+      done += part.length;
+    }
+    bar.value = done;
+    if (done === files.length) {
+      state.textContent = `${done - bad} stored, ${bad} not. `;
+      const link = document.createElement("a");
+      link.href = `${location.pathname}?wait=1`;
+      link.textContent = "Show them";
+      state.append(link);
+    }
+    window.studio.say(state.textContent);
+    form.querySelector("button").disabled = false;
+    form.reset();
+    sending = told.children.length > 0;  // which are to be read
+  }
+
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (input.files.length) send(input.files);
+  });
+  // what is dropped beside it must not take the place of the page
+  document.addEventListener("dragover", (event) => event.preventDefault());
+  document.addEventListener("drop", (event) => event.preventDefault());
+  form.addEventListener("dragover", (event) => { event.preventDefault(); form.classList.add("over"); });
+  form.addEventListener("dragleave", () => form.classList.remove("over"));
+  form.addEventListener("drop", async (event) => {
+    event.preventDefault();
+    form.classList.remove("over");
+    const files = await dropped(event.dataTransfer.items);
+    if (files.length) send(files);
+  });
+})();
