@@ -128,6 +128,11 @@ class Plan:
     optimizer_milliseconds: float = 0.0
     """Predicted time of a full fine-tune's optimizer step; 0.0 of a LoRA's, and where rates are unknown."""
 
+    @property
+    def step_seconds(self) -> float | None:
+        """Predicted time of an optimizer step; None where the machine's rates are unknown."""
+        return self.step_milliseconds * self.accumulation_steps / self.ranks / 1e3 or None
+
     def child_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """`environ` with what the training process needs; the user's own `OMP_*` values stay."""
         kept = {name: value for name, value in environ.items() if name not in self.unset}

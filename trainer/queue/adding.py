@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config.launchers import KEY
 from trainer.config.reading.load import Loaded
-from trainer.config.schema import RunConfig
 from trainer.config.writing.dump import dump
 from trainer.errors import ConfigError, HardwareError
 from trainer.machine.driver import visible_uuids
@@ -17,7 +15,6 @@ from trainer.machine.facts import Facts
 from trainer.machine.occupancy import GpuUse, is_named
 from trainer.planning.epochs import with_epochs
 from trainer.planning.kept_decisions import continued
-from trainer.planning.plan import Plan
 from trainer.planning.planning import plan_run, requested_profile
 from trainer.queue.launcher import CPU, Request
 
@@ -89,13 +86,5 @@ def _seconds(loaded: Loaded, facts: Facts, gpus: Sequence[str], count: int) -> f
     counted = with_epochs(continued(loaded))
     plan = plan_run(counted, alone, requested_profile())
     known_length = counted.config.train.num_train_epochs is None or counted.config != loaded.config
-    return predicted_seconds(plan, counted.config) if known_length else None
-
-
-def predicted_seconds(plan: Plan, config: RunConfig) -> float | None:
-    """Time of all optimizer steps by the plan; None where the machine's rates are not known."""
-    if not plan.step_milliseconds:
-        return None
-    passes = math.ceil(plan.accumulation_steps / plan.ranks)
-    step = passes * plan.step_milliseconds + plan.optimizer_milliseconds
-    return config.train.max_train_steps * step / 1000
+    step = plan.step_seconds if known_length else None
+    return None if step is None else counted.config.train.max_train_steps * step

@@ -146,7 +146,7 @@ def source_word(source: str) -> str:
 def of_plan(plan: Plan, config: RunConfig, facts: Facts) -> Planned:
     """The plan of a configuration on a machine, as it is shown."""
     steps = config.train.max_train_steps
-    seconds = plan.step_milliseconds * plan.accumulation_steps / plan.ranks / 1e3
+    seconds = plan.step_seconds or 0.0
     bars = [
         bar("training", plan.train_memory, plan.budget_bytes, planned=True),
         bar("encoding captions and images", plan.cache_memory, plan.budget_bytes, planned=True),
