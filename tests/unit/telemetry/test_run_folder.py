@@ -97,7 +97,7 @@ def test_an_end_says_its_exit_code_and_what_it_means(run_dir: Path, runtime: Pat
     process.end(run_dir, supervisor=os.getpid(), exit_code=code, cause=cause, problems=problems)
     end = read_run(run_dir).end
     assert end is not None and end.exit_code == code and end.problems == problems
-    assert end.meaning == dict(MEANING).get(code, "ended unexpectedly")  # type: ignore[call-overload]
+    assert end.meaning == dict(MEANING).get(code, "unexpected")  # type: ignore[call-overload]
     assert end.cause == (cause or (PROBLEM.what if problems else ""))
 
 

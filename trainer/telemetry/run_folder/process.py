@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.secrets import redacted
-from trainer.errors import MEANING, ExitCode, Problem, TrainerError
+from trainer.errors import Problem, TrainerError, meaning
 from trainer.files import atomic
 from trainer.telemetry import locks
 from trainer.telemetry.rundir import LOCK_FILE
@@ -156,11 +156,6 @@ def end_of(process: Process) -> End:
         problems=process.problems,
         unix_seconds=process.ended_unix_seconds,
     )
-
-
-def meaning(exit_code: int) -> str:
-    """An exit code in words."""
-    return next((MEANING[known] for known in ExitCode if known == exit_code), "ended unexpectedly")
 
 
 def write_error(runtime_dir: Path, error: TrainerError) -> None:
