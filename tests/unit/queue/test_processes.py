@@ -1,4 +1,4 @@
-"""Real processes, and kill -9 of each: scheduler, watcher, supervisor, child; and a machine that starts anew."""
+"""Real processes, and kill -9 of each: scheduler, watcher, supervisor, child; and a machine's next boot."""
 
 from __future__ import annotations
 
