@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -24,10 +23,18 @@ from trainer.ui.views.runs import runs_view
 def routes(studio: Studio) -> Sequence[BaseRoute]:
     """Routes of the choice of runs, the page, its curves as JSON, two CSV files and the report."""
 
+    def of_runs(answer: Callable[[Request], Response]) -> Callable[[Request], Response]:
+        """The answer for a request that names as many runs as can be compared; the choice for others."""
+
+        def handle(request: Request) -> Response:
+            ids = _ids(request)
+            if "choose" in request.query_params or not FEWEST <= len(ids) <= MOST:
+                return _choice(request, studio, ids)
+            return answer(request)
+
+        return handle
+
     def show(request: Request) -> Response:
-        ids = _ids(request)
-        if "choose" in request.query_params or not FEWEST <= len(ids) <= MOST:
-            return _choice(request, studio, ids)
         view = _asked(request, studio)
         return render(request, "compare.html", view=view, over=OVER, width=WIDTH, height=HEIGHT)
 
@@ -38,7 +45,7 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
         return _file("comparison.csv", "text/csv", exports.table_csv(_asked(request, studio)))
 
     def numbers(request: Request) -> Response:
-        runs = compare.read_runs(studio, _few(request))
+        runs = compare.read_runs(studio, _ids(request))
         return _file("metrics.csv", "text/csv", exports.numbers_csv(studio, runs))
 
     def report(request: Request) -> Response:
@@ -54,11 +61,11 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
         return _file("comparison.html", "text/html", text)
 
     return [
-        Route("/compare", show, methods=["GET"]),
-        Route("/compare/curves", curves, methods=["GET"]),
-        Route("/compare/comparison.csv", table, methods=["GET"]),
-        Route("/compare/metrics.csv", numbers, methods=["GET"]),
-        Route("/compare/comparison.html", report, methods=["GET"]),
+        Route("/compare", of_runs(show), methods=["GET"]),
+        Route("/compare/curves", of_runs(curves), methods=["GET"]),
+        Route("/compare/comparison.csv", of_runs(table), methods=["GET"]),
+        Route("/compare/metrics.csv", of_runs(numbers), methods=["GET"]),
+        Route("/compare/comparison.html", of_runs(report), methods=["GET"]),
     ]
 
 
@@ -66,19 +73,11 @@ def _ids(request: Request) -> list[str]:
     return list(dict.fromkeys(request.query_params.getlist("run")))
 
 
-def _few(request: Request) -> list[str]:
-    """Ids of a request that the page itself makes."""
-    ids = _ids(request)
-    if not FEWEST <= len(ids) <= MOST:
-        raise HTTPException(400, f"Choose {FEWEST} to {MOST} runs.")
-    return ids
-
-
 def _asked(request: Request, studio: Studio) -> CompareView:
     step, over = request.query_params.get("step", ""), request.query_params.get("over", OVER[0])
     known = step.isascii() and step.isdecimal() and len(step) < 10
     return compare_view(
-        studio, _few(request), step=int(step) if known else None, over=over if over in OVER else OVER[0]
+        studio, _ids(request), step=int(step) if known else None, over=over if over in OVER else OVER[0]
     )
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer import __version__
 from trainer.config import environment
 from trainer.errors import ConfigError
 from trainer.files import atomic
@@ -203,7 +202,7 @@ def _hub_token() -> SecretView:
 def _webhook(studio: Studio) -> SecretView:
     path, note = webhook_file(studio), ""
     if not environment.read(webhook.FILE_VARIABLE):
-        note = f"Runs read it where {webhook.FILE_VARIABLE} names it when `trainer queue run` starts."
+        note = f"Runs read it where {webhook.FILE_VARIABLE} names it when the queue is started."
     return SecretView(file=str(path), is_set=_has_text(path), note=note)
 
 
@@ -217,12 +216,13 @@ def _has_text(path: Path) -> bool:
 
 
 def _python() -> Iterator[Part]:
-    licence = importlib.metadata.metadata("trainer").get("License-Expression", "")
-    yield Part(name="trainer", version=__version__, licence=licence, text="")
-    for name in _PACKAGES:
+    for name in ("trainer", *_PACKAGES):
         found = importlib.metadata.metadata(name)
-        licence = found.get("License-Expression") or found.get("License") or ""
-        yield Part(name=name, version=found["Version"], licence=licence.partition("\n")[0], text="")
+        classes = [one for one in found.get_all("Classifier", []) if one.startswith("License ::")]
+        licence = "".join(classes[:1]).rpartition(" :: ")[2]
+        if "License-Expression" in found:
+            licence = found["License-Expression"]
+        yield Part(name=name, version=found["Version"], licence=licence, text="")
 
 
 def _vendored() -> Iterator[Part]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from trainer import families
 from trainer.config import environment
 from trainer.config.reading import presets
-from trainer.config.reading.load import Loaded, load
+from trainer.config.reading.load import Loaded, load, with_settings
 from trainer.container.preflight import machine_problems
 from trainer.errors import AccessError, ConfigError, HardwareError, Problem
 from trainer.files import atomic
@@ -107,14 +107,17 @@ def add_quickstart(studio: Studio) -> str:
     while folder.exists() or folder in taken:
         number += 1
         folder = studio.runs / f"{_QUICKSTART}-{number}"
+    loaded = _loaded(shipped / f"{_QUICKSTART}.yaml", folder)
     # its file names folders beside `train_configs`, and the studio may have been started elsewhere
-    beside = shipped.parent
-    overrides = (
-        f"model.pretrained_model_name_or_path={beside / 'assets/tiny-flux'}",
-        f"data.sets=[{{img_dir: {beside / 'examples/style'}}}]",
-        f"validation.img_dir={beside / 'examples/style-held-out'}",
+    config, beside = loaded.config, shipped.parent
+    sets = tuple(
+        one.model_copy(update={"img_dir": beside / one.img_dir}) for one in config.data.sets if one.img_dir
     )
-    loaded = _loaded(shipped / f"{_QUICKSTART}.yaml", overrides, folder)
+    held_out = config.validation.img_dir
+    assert sets and held_out is not None, "the quickstart has pictures"
+    key = "model.pretrained_model_name_or_path"
+    base = str(beside / config.model.pretrained_model_name_or_path)
+    loaded = with_settings(loaded, {key: base, "data.sets": sets, "validation.img_dir": beside / held_out})
     queue = _queue()
     wanted = request(loaded, planning.machine_facts(), queue.gpus(), name=folder.name)
     (job,) = queue.submit([wanted])
@@ -125,11 +128,10 @@ def _queue() -> Local:
     return Local(folder=environment.queue_dir().absolute())
 
 
-def _loaded(path: Path, overrides: tuple[str, ...] = (), output: Path | None = None) -> Loaded:
+def _loaded(path: Path, output: Path | None = None) -> Loaded:
     known = {name: families.get(name) for name in families.names()}
     return load(
         [path],
-        overrides=overrides,
         output=output,
         family_defaults={name: family.defaults for name, family in known.items()},
         lora_presets={name: tuple(family.lora_targets) for name, family in known.items()},
