@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from trainer.cli.options import Layers, config_arguments_and_machine
 from trainer.cli.output import say, shown_below_options
-from trainer.errors import ConfigError, one_line
+from trainer.errors import ConfigError, Problem, one_line
 
 if TYPE_CHECKING:
     from trainer.queue.local import Local
@@ -161,8 +161,7 @@ def hold(names: tuple[str, ...], release: bool) -> None:
       trainer queue hold 7 --release
     """
     local = _queue()
-    for job in _found(local, names):
-        (local.release if release else local.hold)(job)
+    _each(local.release if release else local.hold, _found(local, names))
 
 
 @shown_below_options
@@ -178,8 +177,7 @@ def stop(names: tuple[str, ...], forget: bool) -> None:
       trainer queue stop 7 --forget
     """
     local = _queue()
-    for job in _found(local, names):
-        (local.forget if forget else local.stop)(job)
+    _each(local.forget if forget else local.stop, _found(local, names))
 
 
 @shown_below_options
@@ -216,6 +214,18 @@ def run(drain: bool) -> None:
     with collected() as received:
         scheduler.run(local, lambda text: say(text, err=True), received=received, drain=drain)
     say("no more jobs are started; runs go on", err=True)
+
+
+def _each(change: Callable[[str], None], jobs: Sequence[str]) -> None:
+    """Change every job that can be changed so; raises ConfigError with all others then."""
+    problems: list[Problem] = []
+    for job in jobs:
+        try:
+            change(job)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
 
 
 def _found(local: Local, names: Sequence[str]) -> list[str]:

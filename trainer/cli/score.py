@@ -101,7 +101,8 @@ def score(as_json: bool, **given: object) -> None:
 
 def _config_of(run: Path) -> RunConfig:
     """The configuration that a run was trained with. Raises ConfigError where the folder has none."""
-    from trainer.telemetry.runs import CONFIG_FILE, is_run
+    from trainer.telemetry.rundir import CONFIG_FILE
+    from trainer.telemetry.runs import is_run
 
     if not is_run(run):
         remedy = f"name the output_dir of a run, which has a {CONFIG_FILE}, or --pictures DIR"

@@ -19,11 +19,11 @@ from trainer.telemetry.run_folder import results
 from trainer.telemetry.run_folder.plan import RecordedPlan, read_plan
 from trainer.telemetry.run_folder.process import End, Process, end_of, is_running, is_supervised, read_process
 from trainer.telemetry.run_folder.results import Checkpoint, Sample, SavedFile
+from trainer.telemetry.rundir import CONFIG_FILE as CONFIG_FILE
 from trainer.telemetry.sinks.records import METRICS_LOG, SCORES, held_out_line, read_lines
 from trainer.telemetry.status import Phase, Status, Verdict, read_ranks, verdict_of_ranks
 from trainer.words.sizes import GIB
 
-CONFIG_FILE = "config.resolved.yaml"
 _OF_STEPS = frozenset({Phase.FIRST_STEP, Phase.TRAIN, Phase.SAVE})
 """Phases whose heartbeat counts optimizer steps."""
 _DEEPEST = 3

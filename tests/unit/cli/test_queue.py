@@ -17,6 +17,7 @@ from trainer.machine.reading import read_recorded
 from trainer.planning.planning import plan_run
 from trainer.queue import local as local_queue
 from trainer.queue import scheduler
+from trainer.queue.database import Machine
 from trainer.queue.local import Local
 
 ROOT = Path(__file__).parents[3]
@@ -190,6 +191,13 @@ def test_jobs_are_called_by_number_name_or_group(run: Run, place: Path) -> None:
     assert "nothing starts jobs now" in err
     assert run("queue", "stop", "--forget", "ranks") == (0, "", "")
     assert named(place) == ["cats"]
+    fake = FakeLocal(place / "queue", FakeMachine(UUIDS, identity=Machine.here()))
+    fake.start_due()
+    fake.fake.live()[0].end(70)
+    queue(place).submit([wanted("dogs")])
+    code, _, err = run("queue", "hold", "cats", "dogs")  # the one that can be held is
+    assert (code, queue(place).state("4").state) == (78, "held")
+    assert "cats (job 1) has ended: exit code 70" in err
     code, _, err = run("queue", "stop", "catz")
     assert code == 78
     assert "did you mean `cats`?" in err

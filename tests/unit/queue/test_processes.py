@@ -24,7 +24,7 @@ from trainer.queue.launcher import CPU, State
 from trainer.queue.local import Local
 from trainer.telemetry import locks
 from trainer.telemetry.locks import is_alive
-from trainer.telemetry.status import Phase, Status, read_status
+from trainer.telemetry.status import Phase, Status, StatusWriter, read_status, write_end
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 60.0
@@ -255,6 +255,33 @@ def test_a_run_that_is_stopped_before_it_listens_is_held(real: Local, tmp_path: 
     real.stop("1")
     wait_for_state(real, "1", State.HELD)
     assert real.state("1").exit_code == ExitCode.STOPPED
+
+
+def test_a_run_that_plans_is_alive_without_its_watcher(real: Local) -> None:
+    """It has written no status yet, and does not listen; a status that is there is an earlier start's."""
+    script = """
+import os, signal, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+while not (Path(os.environ["TRAINER_RUNTIME_DIR"]) / "end").exists():
+    time.sleep(0.02)
+"""
+    real.command = (sys.executable, "-c", script)
+    real.submit([wanted("cats", (CPU,)), wanted("dogs", (CPU,))])
+    StatusWriter(runtime(real, "1")).beat(Phase.TRAIN)
+    write_end(runtime(real, "1"), exit_code=0, cause="")
+    real.start_due()
+    wait_for(lambda: real.log("1") or None)
+    for watcher in real.children:
+        watcher.kill()
+        watcher.wait()
+    assert real.state("1").state is State.RUNNING
+    assert real.start_due() == []
+    (runtime(real, "1") / "end").touch()
+    wait_for_state(real, "1", State.LOST)
+    (runtime(real, "2") / "end").touch()
+    assert [job.id for job in real.start_due()] == [2]
 
 
 def test_a_watcher_that_is_asked_passes_it_on(real: Local) -> None:
