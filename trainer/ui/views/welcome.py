@@ -18,9 +18,9 @@ from trainer.machine.profiles import select_each
 from trainer.modeling.base.base import base_at, local_folder
 from trainer.planning import planning
 from trainer.queue.adding import request
-from trainer.queue.local import Local
 from trainer.queue.scheduler import is_scheduled
 from trainer.ui.studio import Studio
+from trainer.ui.views.queued import local_queue
 from trainer.ui.views.settings import Root, roots
 from trainer.words.sizes import gib
 
@@ -91,7 +91,7 @@ def welcome_view(studio: Studio) -> WelcomeView:
         roots=roots(studio),
         bases=tuple(_base(name) for name in families.names()),
         folders=_folders(studio.models),
-        scheduled=is_scheduled(_queue().folder),
+        scheduled=is_scheduled(local_queue().folder),
         seen=was_welcomed(studio),
     )
 
@@ -103,7 +103,7 @@ def add_quickstart(studio: Studio) -> str:
     """
     shipped, number = presets.shipped_folder(), 1
     folder = studio.runs / _QUICKSTART
-    taken = {job.run for job, _ in _queue().jobs()}
+    taken = {job.run for job, _ in local_queue().jobs()}
     while folder.exists() or folder in taken:
         number += 1
         folder = studio.runs / f"{_QUICKSTART}-{number}"
@@ -118,14 +118,10 @@ def add_quickstart(studio: Studio) -> str:
     key = "model.pretrained_model_name_or_path"
     base = str(beside / config.model.pretrained_model_name_or_path)
     loaded = with_settings(loaded, {key: base, "data.sets": sets, "validation.img_dir": beside / held_out})
-    queue = _queue()
+    queue = local_queue()
     wanted = request(loaded, planning.machine_facts(), queue.gpus(), name=folder.name)
     (job,) = queue.submit([wanted])
     return job
-
-
-def _queue() -> Local:
-    return Local(folder=environment.queue_dir().absolute())
 
 
 def _loaded(path: Path, output: Path | None = None) -> Loaded:
