@@ -50,7 +50,7 @@ def pages(full: Full) -> dict[str, str]:
     }
 
 
-SHOWN = ("runs", "run-training", "run-failed")
+SHOWN = ("runs", "run-training", "run-failed", "compare")
 """Pages whose pictures are in the documents."""
 
 
@@ -196,6 +196,7 @@ def test_without_scripts_one_can_look_and_stop(new_context: NewContext, full: Fu
     page.goto(full.studio.url + "/login")
     page.get_by_label("Token").fill((full.studio.runs / ".studio/token").read_text().strip())
     page.get_by_role("button", name="Open the studio").click()
+    page.get_by_role("link", name="Runs", exact=True).click()
     page.get_by_role("link", name="portraits").first.click()
     page.get_by_text("Show numbers").click()
     rows = page.locator("table:has(caption) tbody tr")
