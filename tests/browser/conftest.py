@@ -22,6 +22,8 @@ from trainer.ui.studio import identifier
 
 CHROMIUM = Path("/usr/bin/chromium")
 ROOT = Path(__file__).resolve().parents[2]
+FACTS = ROOT / "tests/golden/machines/rtx-4090.json"
+"""Recorded machine that studios of these tests show: pictures of pages do not tell of this one."""
 
 
 @dataclass(kw_only=True)
@@ -54,7 +56,7 @@ def start() -> Iterator[Callable[..., Running]]:
     """Start a studio over folders of a test; all are ended at the end."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(folder: Path, *arguments: str) -> Running:
+    def begin(folder: Path, *arguments: str, facts: Path = FACTS) -> Running:
         words = [sys.executable, "-m", "trainer", "ui", *(() if "--port" in arguments else ("--port", "0"))]
         for name in ("runs", "data", "models"):
             (folder / name).mkdir(exist_ok=True, parents=True)
@@ -62,7 +64,7 @@ def start() -> Iterator[Callable[..., Running]]:
         folders = {
             f"TRAINER_{name}_DIR": str(folder / name.lower()) for name in ("RUNTIME", "QUEUE", "CACHE")
         }
-        environ = {**os.environ, **folders, "TRAINER_FACTS": str(FACTS), "PYTHONPATH": str(ROOT)}
+        environ = {**os.environ, **folders, "TRAINER_FACTS": str(facts), "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(
             [*words, *arguments], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
         )
@@ -79,10 +81,6 @@ def start() -> Iterator[Callable[..., Running]]:
     for process in started:
         process.terminate()
         assert process.wait(timeout=60) is not None
-
-
-FACTS = ROOT / "tests/golden/machines/rtx-4090.json"
-"""The recorded machine that every studio of these tests shows: pictures of pages do not tell of this one."""
 
 
 @pytest.fixture(scope="session")

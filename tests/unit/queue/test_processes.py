@@ -69,9 +69,11 @@ import sys
 from pathlib import Path
 from trainer.queue import scheduler
 from trainer.queue.local import Local
+from trainer.telemetry.supervising.signals import collected
 
-queue = Local(folder=Path(sys.argv[1]), gpus=tuple, command=sys.argv[2:])
-scheduler.run(queue, print, received=(), drain=False)
+queue = Local(folder=Path(sys.argv[1]), gpus=tuple, command=sys.argv[3:])
+with collected() as received:
+    scheduler.run(queue, print, received=received, stop_runs=sys.argv[2] == "stop")
 """
 
 
@@ -169,7 +171,7 @@ def test_runs_outlive_a_killed_scheduler(tmp_path: Path) -> None:
     folder = tmp_path / "queue"
     queue = Local(folder=folder, gpus=tuple, command=COMMAND)
     queue.submit([wanted("cats", (CPU,))])
-    command = [sys.executable, "-c", SCHEDULER, str(folder), *COMMAND]
+    command = [sys.executable, "-c", SCHEDULER, str(folder), "leave", *COMMAND]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as scheduler:
         found = pids(queue, "1")
         scheduler.kill()
@@ -178,6 +180,30 @@ def test_runs_outlive_a_killed_scheduler(tmp_path: Path) -> None:
     queue.stop("1")  # nobody needs the scheduler for that
     wait_for_state(queue, "1", State.HELD)
     assert not is_alive(found.child)
+
+
+@pytest.mark.parametrize("choice", ["stop", "leave"])
+def test_a_scheduler_that_is_asked_to_end_leaves_its_runs_or_has_them_save(
+    tmp_path: Path, choice: str
+) -> None:
+    folder = tmp_path / "queue"
+    queue = Local(folder=folder, gpus=tuple, command=COMMAND)
+    queue.submit([wanted("cats", (CPU,))])
+    command = [sys.executable, "-c", SCHEDULER, str(folder), choice, *COMMAND]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as scheduler:
+        found = pids(queue, "1")
+        scheduler.terminate()
+        told, _ = scheduler.communicate()
+    assert scheduler.returncode == 0
+    if choice == "stop":
+        assert "waiting for runs to save" in told
+        assert not is_alive(found.child)
+        assert (runtime(queue, "1") / "saved").exists()
+        assert "goes on by itself" in queue.state("1").words
+        return
+    assert queue.state("1").state is State.RUNNING
+    queue.stop("1")
+    wait_for_state(queue, "1", State.HELD)
 
 
 def test_a_killed_watcher_has_the_run_save(real: Local) -> None:
