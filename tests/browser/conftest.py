@@ -217,7 +217,8 @@ def logged_in(context: BrowserContext, studio: Running) -> Page:
     page = context.new_page()
     token = (studio.runs / ".studio/token").read_text().strip()
     page.goto(f"{studio.url}/login#token={token}")
-    page.wait_for_url(f"{studio.url}/")
+    page.wait_for_url(lambda url: "/login" not in url)
+    page.goto(f"{studio.url}/")
     return page
 
 

@@ -43,10 +43,14 @@ def pages(full: Full) -> dict[str, str]:
         "run-failed": full.page_of("line-art"),
         "run-lost": full.page_of("cats-rank-32"),
         "not-found": "/runs/none",
+        "compare-choice": "/compare",
+        "compare": f"/compare?{'&'.join(f'run={full.page_of(name)[6:]}' for name in full.folders)}&step=200",
+        "settings": "/settings",
+        "welcome": "/welcome",
     }
 
 
-SHOWN = ("runs", "run-training", "run-failed")
+SHOWN = ("runs", "run-training", "run-failed", "compare")
 """Pages whose pictures are in the documents."""
 
 
@@ -65,11 +69,10 @@ def test_a_link_opens_a_session_and_leaves_no_token(new_context: NewContext, ful
     page.goto(
         studio.link or f"{studio.url}/login#token={(studio.runs / '.studio/token').read_text().strip()}"
     )
-    page.wait_for_url(f"{studio.url}/")
-    assert page.get_by_role("heading", name="Runs", exact=True).is_visible()
-    assert "token" not in page.evaluate(
-        "location.href + document.cookie + document.documentElement.outerHTML"
-    )
+    page.wait_for_url(f"{studio.url}/welcome")
+    assert page.get_by_role("heading", name="Welcome: this machine", exact=True).is_visible()
+    left = page.evaluate("location.href + document.cookie + document.documentElement.outerHTML")
+    assert "token=" not in left and (studio.runs / ".studio/token").read_text().strip() not in left
     page.go_back()
     assert "token=" not in page.url
 
@@ -194,6 +197,7 @@ def test_without_scripts_one_can_look_and_stop(new_context: NewContext, full: Fu
     page.goto(full.studio.url + "/login")
     page.get_by_label("Token").fill((full.studio.runs / ".studio/token").read_text().strip())
     page.get_by_role("button", name="Open the studio").click()
+    page.get_by_role("link", name="Runs", exact=True).click()
     page.get_by_role("link", name="portraits").first.click()
     page.get_by_text("Show numbers").click()
     rows = page.locator("table:has(caption) tbody tr")

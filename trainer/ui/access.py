@@ -117,6 +117,12 @@ class Access:
         """Number of sessions that have not ended."""
         return sum(expires >= self._clock() for expires in list(self._sessions.values()))
 
+    @property
+    def sessions(self) -> list[tuple[str, float]]:
+        """Key and end, in Unix seconds, of each session that has not ended, newest first."""
+        kept = ((key, end) for key, end in list(self._sessions.items()) if end >= self._clock())
+        return sorted(kept, key=lambda one: -one[1])
+
     def _read_sessions(self) -> dict[str, float]:
         try:
             raw = json.loads((self._folder / _SESSIONS_FILE).read_text())

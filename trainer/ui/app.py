@@ -17,7 +17,7 @@ from trainer.errors import MEANING, TrainerError
 from trainer.ui.access import Access
 from trainer.ui.guard import Guard
 from trainer.ui.page import STATIC, render
-from trainer.ui.pages import dataset, job, login, new, runs
+from trainer.ui.pages import compare, dataset, job, login, new, runs, settings, welcome
 from trainer.ui.stream import Seats
 from trainer.ui.studio import Studio, UnknownIdError
 
@@ -27,6 +27,9 @@ PAGES: Sequence[Callable[[Studio], Sequence[BaseRoute]]] = (
     job.routes,
     new.routes,
     dataset.routes,
+    compare.routes,
+    settings.routes,
+    welcome.routes,
 )
 """Routes of each page; a new page is a row."""
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})

@@ -119,7 +119,7 @@ def test_the_page_tells_the_wait(stranger: TestClient, app: Starlette) -> None:
 
 def test_the_cookie_is_for_this_site_alone_and_no_script(stranger: TestClient, app: Starlette) -> None:
     answer = stranger.post("/login", data={"token": f" {app.state.access.token}\n"})
-    assert answer.status_code == 303 and answer.headers["location"] == "/"
+    assert answer.status_code == 303 and answer.headers["location"] == "/welcome"
     words = {word.strip().lower().partition("=")[0] for word in answer.headers["set-cookie"].split(";")[1:]}
     assert {"httponly", "samesite", "path", "max-age"} <= words and "domain" not in words
     assert "samesite=strict" in answer.headers["set-cookie"].lower() and "secure" not in words

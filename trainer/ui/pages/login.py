@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Route
 from trainer.ui.access import SESSION_SECONDS, Access, TooManyTriesError
 from trainer.ui.page import THEME_COOKIE, THEMES, render
 from trainer.ui.studio import Studio
+from trainer.ui.views.welcome import was_welcomed
 
 _YEAR_SECONDS = 365 * 24 * 3600
 
@@ -48,7 +49,14 @@ async def _log_in(request: Request) -> Response:
         return answer
     if cookie is None:
         return login_page(request, status_code=401, problem="That is not the token of this studio.")
-    answer = RedirectResponse("/", status_code=303)
+    studio: Studio = request.app.state.studio
+    return entered(request, cookie, "/" if was_welcomed(studio) else "/welcome")
+
+
+def entered(request: Request, cookie: str, target: str) -> Response:
+    """The way to `target` for a browser that gets the cookie of its session."""
+    access: Access = request.app.state.access
+    answer = RedirectResponse(target, status_code=303)
     answer.set_cookie(
         access.cookie_name,
         cookie,

@@ -36,7 +36,7 @@ def bar_view(studio: Studio) -> BarView:
         no_gpu="" if facts.gpus else facts.gpu_problem or "no NVIDIA driver is here",
         available_bytes=facts.memory.available_bytes,
         total_bytes=facts.memory.total_bytes,
-        disk_free_bytes=shutil.disk_usage(_there(studio.runs)).free,
+        disk_free_bytes=shutil.disk_usage(there(studio.runs)).free,
     )
 
 
@@ -45,6 +45,6 @@ def _facts(tick: int) -> Facts:
     return planning.machine_facts(starts=False)
 
 
-def _there(path: Path) -> Path:
+def there(path: Path) -> Path:
     """The nearest folder above `path` that exists."""
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
