@@ -45,12 +45,14 @@ def pages(full: Full) -> dict[str, str]:
         "not-found": "/runs/none",
         "compare-choice": "/compare",
         "compare": f"/compare?{'&'.join(f'run={full.page_of(name)[6:]}' for name in full.folders)}&step=200",
+        "new": "/new",
+        "data-sets": "/data",
         "settings": "/settings",
         "welcome": "/welcome",
     }
 
 
-SHOWN = ("runs", "run-training", "run-failed", "compare")
+SHOWN = ("runs", "new", "run-training", "run-failed", "compare")
 """Pages whose pictures are in the documents."""
 
 

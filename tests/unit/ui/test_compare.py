@@ -17,9 +17,9 @@ from PIL import Image
 from tests.unit.ui import made
 from trainer.telemetry.runs import Run, read_run
 from trainer.ui.studio import Studio, UnknownIdError, identifier
-from trainer.ui.views import exports
-from trainer.ui.views.compare import CompareView, compare_view
-from trainer.ui.views.curves import HEIGHT, WIDTH, Curve, aligned, curve, drawing, hours, ticks
+from trainer.ui.views.comparing import exports
+from trainer.ui.views.comparing.compare import CompareView, compare_view
+from trainer.ui.views.comparing.curves import HEIGHT, WIDTH, Curve, aligned, curve, drawing, hours, ticks
 
 
 def rows_of(folder: Path, rows: Sequence[dict[str, Any]]) -> Run:

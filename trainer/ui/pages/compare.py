@@ -14,9 +14,9 @@ from trainer.ui.opened import webp
 from trainer.ui.page import part, render, without_secrets
 from trainer.ui.pages.job import SIDES
 from trainer.ui.studio import Studio
-from trainer.ui.views import compare, exports
-from trainer.ui.views.compare import FEWEST, MOST, CompareView, compare_view
-from trainer.ui.views.curves import HEIGHT, OVER, WIDTH, aligned
+from trainer.ui.views.comparing import compare, exports
+from trainer.ui.views.comparing.compare import FEWEST, MOST, CompareView, compare_view
+from trainer.ui.views.comparing.curves import HEIGHT, OVER, WIDTH, aligned
 from trainer.ui.views.runs import runs_view
 
 

@@ -14,8 +14,8 @@ from trainer.telemetry.runs import Run, is_run
 from trainer.telemetry.sinks.records import SCORES
 from trainer.ui.opened import open_below
 from trainer.ui.studio import Studio, UnknownIdError
-from trainer.ui.views.compare import CompareView
-from trainer.ui.views.curves import hours
+from trainer.ui.views.comparing.compare import CompareView
+from trainer.ui.views.comparing.curves import hours
 from trainer.ui.views.runs import name_of
 
 NUMBERS = (

@@ -10,7 +10,7 @@ from trainer.telemetry.runs import Run, differences, read_run
 from trainer.telemetry.sinks.records import SCORES
 from trainer.ui.opened import open_below
 from trainer.ui.studio import Studio, found_by_id, identifier
-from trainer.ui.views.curves import OVER, Curve, Drawing, curve, drawing
+from trainer.ui.views.comparing.curves import OVER, Curve, Drawing, curve, drawing
 from trainer.ui.views.job import Compared, compared
 from trainer.ui.views.runs import name_of, run_folders
 from trainer.ui.views.state import StateView, state_view
