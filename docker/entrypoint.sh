@@ -8,7 +8,7 @@
 # Decisions are made in Python, by `trainer preflight`: here are only those that need no Python. Nothing is downloaded.
 set -euo pipefail
 
-COMMANDS=(plan train fetch cache probe sample score verify-lora export merge runs compare config families doctor health preflight)
+COMMANDS=(plan train queue fetch cache probe sample score verify-lora export merge runs compare config families doctor ui health preflight)
 SECRETS=(HF_TOKEN WANDB_API_KEY)
 STOPPED=75
 BAD_CONFIG=78

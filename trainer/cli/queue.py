@@ -206,12 +206,16 @@ def log(name: str, lines: int) -> None:
 @shown_below_options
 @queue.command()
 @click.option("--drain", is_flag=True, help="End when no job waits or runs.")
-def run(drain: bool) -> None:
+@click.option(
+    "--stop-runs", is_flag=True, help="At the end have runs save and end; the next `run` resumes them."
+)
+def run(drain: bool, stop_runs: bool) -> None:
     """Start the jobs whose turn it is, until Ctrl-C. Runs go on then; several of these at once do no harm.
     \f
     Examples:
       trainer queue run
       trainer queue run --drain && trainer runs list runs
+      trainer queue run --stop-runs     # in a container, whose end would kill its runs
     """
     from trainer.queue import scheduler
     from trainer.telemetry.supervising.signals import collected
@@ -220,7 +224,11 @@ def run(drain: bool) -> None:
     say(f"queue in {local.folder}", err=True)
     with collected() as received:
         scheduler.run(local, lambda text: say(text, err=True), received=received, drain=drain)
-    say("no more jobs are started; runs go on", err=True)
+    if not stop_runs:
+        say("no more jobs are started; runs go on", err=True)
+        return
+    say("no more jobs are started; runs save and end", err=True)
+    scheduler.end_runs(local)
 
 
 def _found(local: Local, names: Sequence[str]) -> list[str]:

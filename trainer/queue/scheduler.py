@@ -53,6 +53,17 @@ def run(queue: Local, tell: Callable[[str], None], *, received: Sequence[object]
         os.close(present)
 
 
+def end_runs(queue: Local) -> None:
+    """Have the runs that this process started save and end, and wait for them; a scheduler goes on with them.
+
+    Where a container ends with its scheduler, they would be killed.
+    """
+    for watcher in queue.children:
+        watcher.terminate()
+    for watcher in queue.children:
+        watcher.wait()
+
+
 def _told(queue: Local, known: dict[int, State], tell: Callable[[str], None]) -> dict[int, State]:
     """The states now; `tell` is told of those that changed."""
     jobs = queue.jobs()

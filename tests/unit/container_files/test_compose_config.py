@@ -90,7 +90,8 @@ def test_what_is_handed_in_is_listed_and_nothing_that_means_another_place_inside
     # set, and the port, that has its own
     rest = known - names - appliance.IMAGE_ENVIRONMENT.keys() - {*launchers.VARIABLES}
     elsewhere = re.compile(r"_(DIR|PATH|FILE|FACTS|CACHE|HOME|KEY|TOKEN|IFNAME)$")
-    assert {one for one in rest if not elsewhere.search(one)} == {"TRAINER_METRICS_PORT"}
+    # and the number of a job, which the queue gives to its own runs
+    assert {one for one in rest if not elsewhere.search(one)} == {"TRAINER_METRICS_PORT", "TRAINER_QUEUE_JOB"}
 
 
 def test_compose_hands_in_all_gpus_or_as_many_as_people_say(tmp_path: Path) -> None:
