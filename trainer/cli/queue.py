@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from trainer.cli.options import Layers, config_arguments_and_machine
 from trainer.cli.output import say, shown_below_options
-from trainer.errors import ConfigError, one_line
+from trainer.errors import ConfigError, Problem, one_line
 
 if TYPE_CHECKING:
     from trainer.queue.local import Local
@@ -56,11 +56,12 @@ _jobs = click.argument("names", metavar="JOB...", nargs=-1, required=True)
 )
 @click.option(
     "--vary",
-    metavar="KEY=VALUE,VALUE",
-    help="Add a job for each value, as a group, each with its own folder.",
+    metavar="KEY=V1,V2",
+    multiple=True,
+    help="Add a job with each of these values of a key, as a group, each with a run folder of its own.",
 )
 @click.option("--held", is_flag=True, help="Do not start it before `trainer queue hold --release`.")
-def add(layers: Layers, name: str | None, on: str | None, vary: str | None, held: bool) -> None:
+def add(layers: Layers, name: str | None, on: str | None, vary: tuple[str, ...], held: bool) -> None:
     """Add a run, or a group of runs, behind all others. The configuration is kept as it is now.
     \f
     Examples:
@@ -68,6 +69,7 @@ def add(layers: Layers, name: str | None, on: str | None, vary: str | None, held
       trainer queue add my.yaml --on 0,1
       trainer queue add my.yaml --name ranks --vary lora.rank=8,16,32
     """
+    from trainer.config.reading.load import with_settings
     from trainer.planning.data_rows import require_dataset
     from trainer.planning.planning import machine_facts
     from trainer.queue.adding import request
@@ -78,39 +80,32 @@ def add(layers: Layers, name: str | None, on: str | None, vary: str | None, held
     known, words = local.gpus(), tuple(word.strip() for word in on.split(",")) if on else ()
     requests = []
     for varied, suffix in _varied(layers, vary):
-        one = request(varied.load(), facts, known, name=name or "", on=words, held=held)
-        group = (name or one.name) if suffix else ""
+        loaded = varied.load()
+        whole = title = name or loaded.config.output_dir.absolute().name
         if suffix:
-            run = one.run.with_name(f"{one.run.name}-{suffix}")
-            one = request(
-                dataclasses.replace(varied, output=run).load(),
-                facts,
-                known,
-                name=f"{group}-{suffix}",
-                group=group,
-                on=words,
-                held=held,
-            )
-        requests.append(one)
+            run = loaded.config.output_dir.absolute()
+            loaded = with_settings(loaded, {"output_dir": run.with_name(f"{run.name}-{suffix}")})
+            title = f"{whole}-{suffix}"
+        group = whole if suffix else ""
+        requests.append(request(loaded, facts, known, name=title, group=group, on=words, held=held))
     for number, one in zip(local.submit(requests), requests, strict=True):
         say(f"job {number}: {one_line(one.name)} -> {one_line(one.run)}")
     if not is_scheduled(local.folder):
         say("note: nothing starts jobs now: `trainer queue run` does", err=True)
 
 
-def _varied(layers: Layers, vary: str | None) -> Iterator[tuple[Layers, str]]:
-    """The layers of each job of a group, and what its name ends with; of a single job nothing."""
-    if vary is None:
+def _varied(layers: Layers, vary: Sequence[str]) -> Iterator[tuple[Layers, str]]:
+    """The layers of each job of a group, and what its name ends with, `rank-8`; of a single job nothing."""
+    from trainer.config.reading.varied import overrides_of_each
+
+    if not vary:
         yield layers, ""
-        return
-    key, equals, text = vary.partition("=")
-    values = [value.strip() for value in text.split(",")]
-    suffixes = [f"{key.rpartition('.')[2]}-{_UNUSUAL.sub('_', value)}" for value in values]
-    if not (key and equals) or "" in values or len(set(suffixes)) < len(values):
-        what = f'"{vary}" does not name a key and different values for it'
-        raise ConfigError(what, where="--vary", remedy="--vary lora.rank=8,16,32")
-    for value, suffix in zip(values, suffixes, strict=True):
-        yield dataclasses.replace(layers, overrides=(*layers.overrides, f"{key}={value}")), suffix
+    for values in overrides_of_each(vary):
+        # lora.rank=8 -> rank-8
+        words = [_UNUSUAL.sub("_", value.partition("=")[0].rpartition(".")[2]) for value in values]
+        ends = [_UNUSUAL.sub("_", value.partition("=")[2]) for value in values]
+        suffix = "-".join(f"{word}-{end}" for word, end in zip(words, ends, strict=True))
+        yield dataclasses.replace(layers, overrides=(*layers.overrides, *values)), suffix
 
 
 @shown_below_options
@@ -166,8 +161,7 @@ def hold(names: tuple[str, ...], release: bool) -> None:
       trainer queue hold 7 --release
     """
     local = _queue()
-    for job in _found(local, names):
-        (local.release if release else local.hold)(job)
+    _each(local.release if release else local.hold, _found(local, names))
 
 
 @shown_below_options
@@ -183,8 +177,7 @@ def stop(names: tuple[str, ...], forget: bool) -> None:
       trainer queue stop 7 --forget
     """
     local = _queue()
-    for job in _found(local, names):
-        (local.forget if forget else local.stop)(job)
+    _each(local.forget if forget else local.stop, _found(local, names))
 
 
 @shown_below_options
@@ -229,6 +222,18 @@ def run(drain: bool, stop_runs: bool) -> None:
         return
     say("no more jobs are started; runs save and end", err=True)
     scheduler.end_runs(local)
+
+
+def _each(change: Callable[[str], None], jobs: Sequence[str]) -> None:
+    """Change every job that can be changed so; raises ConfigError with all others then."""
+    problems: list[Problem] = []
+    for job in jobs:
+        try:
+            change(job)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
 
 
 def _found(local: Local, names: Sequence[str]) -> list[str]:

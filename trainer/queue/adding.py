@@ -27,7 +27,7 @@ def request(
     facts: Facts,
     known: Sequence[GpuUse],
     *,
-    name: str = "",
+    name: str,
     group: str = "",
     on: Sequence[str] = (),
     held: bool = False,
@@ -54,7 +54,7 @@ def request(
         raise ConfigError(what, where=loaded.sources[KEY], remedy=f"name {asked}, or write {KEY}: auto")
     return Request(
         config=dump(loaded.config, loaded.sources),
-        name=name or loaded.config.output_dir.absolute().name,
+        name=name,
         group=group,
         run=loaded.config.output_dir.absolute(),
         working_folder=Path.cwd(),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import ConfigError, StorageError
+from trainer.files import atomic
 from trainer.telemetry import locks
 
 DATABASE_FILE = "queue.sqlite"
@@ -104,8 +105,9 @@ def read_jobs(folder: Path) -> list[Job]:
     Raises StorageError where it cannot be read.
     """
     path = folder / DATABASE_FILE
-    if not path.is_file():
-        return []
+    with atomic.reading_told(path):
+        if not path.is_file():
+            return []
     try:
         with contextlib.closing(_connected(path)) as connection, connection:
             connection.execute("BEGIN")

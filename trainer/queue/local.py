@@ -49,7 +49,7 @@ class Start:
 
 @dataclass(eq=False, kw_only=True)
 class Local:
-    """A `Launcher` for this machine. Several may have one `folder`; a file system without locks cannot."""
+    """A `Launcher` for this machine. Several may share one `folder`, on a file system that has locks."""
 
     folder: Path
     gpus: Callable[[], tuple[GpuUse, ...]] = usable_gpus
@@ -97,12 +97,14 @@ class Local:
         return int(job)
 
     def _require_possible(self, request: Request, known: Sequence[GpuUse]) -> None:
-        there = {gpu.uuid for gpu in known} | {CPU}
+        if not known:  # the process that starts jobs may see some
+            return
+        there = [gpu.uuid for gpu in known]
         for uuid in request.gpus:
-            if uuid not in there:
-                remedy = f"GPUs that are there: {', '.join(sorted(there - {CPU})) or 'none'}"
+            if uuid not in (*there, CPU):
+                remedy = f"GPUs that are there: {', '.join(there)}"
                 raise ConfigError(f"GPU {uuid} is not there", where=request.name, remedy=remedy)
-        if not request.gpus and request.count > len(known) > 0:  # without any, another process may see some
+        if not request.gpus and request.count > len(known):
             what = f"{request.count} GPUs are asked for, and {len(known)} are there"
             raise ConfigError(what, where=request.name, remedy="ask for fewer GPUs")
 
@@ -181,7 +183,7 @@ class Local:
             connection.execute("UPDATE jobs SET held = 0 WHERE id = ?", (one.id,))
             if seen.state in ALIVE:
                 jobfiles.withdraw_stop(jobfiles.job_folder(self.folder, one.id))
-            elif seen.state in ENDED or seen.exit_code is not None:
+            elif seen.state in ENDED:
                 self._count_start(connection, one)
 
     def move(self, job: str, place: int) -> None:
@@ -234,7 +236,8 @@ class Local:
                     taken |= dict.fromkeys(job.leases, holder(job))
                     busy.add(job.run)
                     continue
-                connection.execute("DELETE FROM leases WHERE job = ?", (job.id,))
+                if job.leases:
+                    connection.execute("DELETE FROM leases WHERE job = ?", (job.id,))
                 if seen.state is State.WAITING:
                     job = self._count_start(connection, job) if seen.exit_code is not None else job
                     waiting.append(job)
@@ -256,7 +259,7 @@ class Local:
 
     def launch(self, start: Start) -> None:
         """Start a job's watcher in a session of its own: no terminal and no end of the queue reaches it."""
-        folder = jobfiles.job_folder(self.folder, start.job.id)
+        folder = jobfiles.job_folder(self.folder.absolute(), start.job.id)
         watched = (str(folder), str(start.job.start), str(start.lock), str(start.job.working_folder))
         command = (*self.command, str(folder / jobfiles.CONFIG_FILE))
         with (folder / jobfiles.OUTPUT_FILE).open("ab") as output:
@@ -279,13 +282,14 @@ class Local:
             for name, value in environment.snapshot().items()
             if not name.startswith(environment.CONFIG_PREFIX) and name not in launchers.VARIABLES
         }
+        folder = jobfiles.job_folder(self.folder.absolute(), start.job.id)
         return {
             **kept,
             environment.DEVICE_ORDER: environment.BY_SLOT,
             VISIBLE: "" if start.gpus == (CPU,) else ",".join(start.gpus),
-            "TRAINER_RUNTIME_DIR": str(jobfiles.job_folder(self.folder, start.job.id) / jobfiles.RUNTIME),
+            "TRAINER_RUNTIME_DIR": str(folder / jobfiles.RUNTIME),
             "TRAINER_METRICS_PORT": "0",
-            "TRAINER_QUEUE_DIR": str(self.folder),
+            "TRAINER_QUEUE_DIR": str(self.folder.absolute()),
             "TRAINER_QUEUE_JOB": str(start.job.id),
         }
 

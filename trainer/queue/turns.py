@@ -86,13 +86,16 @@ def starts(
     free_in = {uuid: _known(remaining.get(uuid, 0.0)) for uuid in (*gpus, CPU)}
     found: dict[int, float | None] = {}
     for job in waiting:
-        soonest = sorted(gpus, key=lambda uuid: free_in[uuid])[: job.count]
-        chosen = job.gpus or soonest
-        possible = len(chosen) >= job.count and all(uuid in free_in for uuid in chosen)
-        start = max(free_in[uuid] for uuid in chosen) if possible else math.inf
+        wanted = job.gpus or tuple(gpus)
+        if len(wanted) < job.count:  # it blocks nobody
+            found[job.id] = None
+            continue
+        times = sorted(free_in.get(uuid, math.inf) for uuid in wanted)
+        start = times[job.count - 1]
         found[job.id] = None if math.isinf(start) else start
-        for uuid in chosen:
-            free_in[uuid] = start + _known(job.seconds)
+        # until it starts, GPUs that are free are kept from later jobs, and then it takes the first
+        kept = [uuid for uuid in wanted if job.gpus or free_in[uuid] <= start]
+        free_in |= dict.fromkeys(kept, start) | dict.fromkeys(kept[: job.count], start + _known(job.seconds))
     return found
 
 

@@ -40,6 +40,8 @@ def test_every_exit_code_decides(queue: FakeLocal, machine: FakeMachine, code: i
         assert queue.state("1").state is State.WAITING
         (again,) = queue.start_due()
         assert (again.id, machine.live()[0].start.gpus) == (1, (A,))  # before the one behind it
+        machine.live()[0].end(None)
+        assert queue.state("1").state is State.LOST  # the code was that of the start before
         return
     seen = queue.state("1")
     assert seen.state is (State.FINISHED if code == 0 else State.FAILED)
@@ -77,6 +79,7 @@ def test_a_stop_that_is_taken_back_goes_again(queue: FakeLocal, machine: FakeMac
     queue.start_due()
     queue.stop("1")
     queue.release("1")
+    assert queue.state("1").state is State.RUNNING
     machine.live()[0].end(75)  # it had seen the request
     assert [job.id for job in queue.start_due()] == [1]
 
@@ -146,6 +149,13 @@ def test_memory_that_nobody_here_holds_is_somebodys() -> None:
     assert "cannot be seen from here" in replace(idle, used_bytes=11).use
     assert replace(idle, pids=(3, 4)).use == "in use by PID 3, 4"
     assert replace(idle, total_bytes=None, used_bytes=None).use == ""  # the host's memory
+
+
+def test_a_process_that_sees_no_gpu_may_add_for_one_that_does(queue: FakeLocal, machine: FakeMachine) -> None:
+    machine.gone = {A, B}
+    queue.submit([wanted("cats", (A,)), wanted("both", count=2)])
+    machine.gone = set()
+    assert [job.name for job in queue.start_due()] == ["cats"]
 
 
 def test_jobs_without_gpu_run_one_at_a_time(queue: FakeLocal, machine: FakeMachine) -> None:

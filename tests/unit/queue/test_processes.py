@@ -1,4 +1,4 @@
-"""Real processes, and kill -9 of each: scheduler, watcher, supervisor, child; and a machine that starts anew."""
+"""Real processes, and kill -9 of each: scheduler, watcher, supervisor, child; and a machine's next boot."""
 
 from __future__ import annotations
 
@@ -255,6 +255,31 @@ def test_a_run_that_is_stopped_before_it_listens_is_held(real: Local, tmp_path: 
     real.stop("1")
     wait_for_state(real, "1", State.HELD)
     assert real.state("1").exit_code == ExitCode.STOPPED
+
+
+def test_a_run_that_plans_is_alive_without_its_watcher(real: Local) -> None:
+    """It has no runtime folder yet, and does not listen."""
+    script = """
+import os, signal, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+while not (Path(os.environ["TRAINER_RUNTIME_DIR"]) / "end").exists():
+    time.sleep(0.02)
+"""
+    real.command = (sys.executable, "-c", script)
+    real.submit([wanted("cats", (CPU,)), wanted("dogs", (CPU,))])
+    real.start_due()
+    wait_for(lambda: real.log("1") or None)
+    for watcher in real.children:
+        watcher.kill()
+        watcher.wait()
+    assert real.state("1").state is State.RUNNING
+    assert real.start_due() == []
+    (runtime(real, "1") / "end").touch()
+    wait_for_state(real, "1", State.LOST)
+    (runtime(real, "2") / "end").touch()
+    assert [job.id for job in real.start_due()] == [2]
 
 
 def test_a_watcher_that_is_asked_passes_it_on(real: Local) -> None:

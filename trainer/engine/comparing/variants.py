@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.judging.rules import unused_keys
+from trainer.config.reading.varied import overrides_of_each
 from trainer.config.schema import RunConfig, changed
 from trainer.errors import ConfigError
 from trainer.planning.plan import Plan
@@ -63,41 +64,19 @@ class Variant:
 
 
 def varied(given: Sequence[str]) -> list[tuple[str, ...]]:
-    """The overrides of each variant from the texts of `--vary`, KEY=V1,V2; several keys change together.
+    """The overrides of each variant from the texts of `--vary`, as `overrides_of_each` reads them.
 
-    Commas in brackets belong to a value. Raises ConfigError for a text that is not understood, for keys that
-    a comparison decides, and where keys have unequal numbers of values.
+    Raises ConfigError also for keys that a comparison decides.
     """
-    columns: list[list[str]] = []
-    for text in given:
-        key, equals, values = text.partition("=")
-        found = _split(values)
-        if not equals or len(found) < 2 or not all(found):
-            remedy = "write KEY=V1,V2: --vary features.compute=bf16,fp8"
-            raise ConfigError(f'"{text}" names no two values of a key', where="--vary", remedy=remedy)
+    found = overrides_of_each(given)
+    for key in (text.partition("=")[0] for text in given):
         if key in SHARED or key in _PER_RUN:
             what, remedy = (
                 f"{key} is the same in all runs of a comparison",
                 "--steps, --learn set their length",
             )
             raise ConfigError(what, where="--vary", remedy=remedy)
-        columns.append([f"{key}={value}" for value in found])
-    if len({len(column) for column in columns}) > 1:
-        remedy = "give as many values of each: the first of all are A, the second B"
-        raise ConfigError("the keys have unequal numbers of values", where="--vary", remedy=remedy)
-    return list(zip(*columns, strict=True))
-
-
-def _split(values: str) -> list[str]:
-    """Parts of a text between its commas, but for those in brackets."""
-    parts, depth = [""], 0
-    for character in values:
-        depth += (character in "[{") - (character in "]}")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts]
+    return found
 
 
 def measured_config(variant: Variant, steps: int, *, seed: int, cache: Path) -> RunConfig:

@@ -1,0 +1,70 @@
+"""Real runs through the queue: one is stopped and held, the next one is started then, and proved."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.contract.runs import CASES, ROOT, STEPS, Workshop
+from tests.e2e.conftest import PATIENCE_SECONDS, environment
+from trainer.queue import jobfiles
+from trainer.queue.launcher import State
+from trainer.queue.local import Local
+from trainer.telemetry.status import read_status
+
+LORA = CASES[0]
+NOT_THE_JOBS = {"TRAINER__TRAIN__MAX_TRAIN_STEPS": "1", "RANK": "1", "WORLD_SIZE": "2"}
+"""Variables of the scheduler that would change a run."""
+
+
+@pytest.mark.slow
+def test_a_group_is_run_in_order(yard: Workshop, tmp_path: Path) -> None:
+    config = yard.write_config(LORA, tmp_path)
+    environ = environment(tmp_path, 0, yard.cache) | {"TRAINER_QUEUE_DIR": str(tmp_path / "queue")}
+
+    def trainer(*words: str) -> str:
+        command = [sys.executable, "-m", "trainer", "queue", *words]
+        ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout + ended.stderr
+
+    trainer("add", str(config), "--name", "cats", "--vary", f"train.max_train_steps=100000,{STEPS}")
+    config.write_text("edited: later")
+    queue = Local(folder=tmp_path / "queue")
+    command = [sys.executable, "-m", "trainer", "queue", "run", "--drain"]
+    own = environ | NOT_THE_JOBS
+    scheduler = subprocess.Popen(command, cwd=ROOT, env=own, stderr=subprocess.PIPE, text=True)
+    try:
+        runtime = jobfiles.job_folder(queue.folder, 1) / jobfiles.RUNTIME
+        end = time.monotonic() + PATIENCE_SECONDS
+        while (status := read_status(runtime)) is None or not status.step:
+            assert time.monotonic() < end and scheduler.poll() is None, queue.log("1")
+            time.sleep(0.05)
+        first, second = trainer("list").splitlines()[1:3]
+        assert re.search(r"running +the CPU +[0-9]+/100000", first)
+        assert "waits for the CPU, held by cats-max_train_steps-100000 (job 1)" in second
+        trainer("stop", "1")
+        _, told = scheduler.communicate(timeout=PATIENCE_SECONDS)
+    finally:
+        scheduler.kill()
+        for job, seen in queue.jobs():
+            if seen.state is State.RUNNING:
+                queue.stop(str(job.id))
+    ends = [line.partition(" (job ")[2][:10] for line in told.splitlines() if "(job" in line]
+    # whether a look comes between the request and the end is chance
+    assert [one for one in ends if one != "1): stoppi"] == [
+        "1): runnin",
+        "1): held, ",
+        "2): runnin",
+        "2): finish",
+    ]
+    assert list((tmp_path / "run-max_train_steps-100000/checkpoints").glob("step-*"))  # it goes on from there
+    assert "Proved: reloaded from disk" in trainer("log", "2", "--lines", "1000")
+    rows = (tmp_path / f"run-max_train_steps-{STEPS}/metrics.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1])["step"] == STEPS

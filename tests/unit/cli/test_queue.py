@@ -1,0 +1,288 @@
+"""`trainer queue`: jobs added, listed, moved, held and forgotten; runs beside it that are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.unit.queue.fakes import FakeLocal, FakeMachine, wanted
+from trainer.cli import jobs, main, measure
+from trainer.cli.options import Layers
+from trainer.machine import driver
+from trainer.machine.reading import read_recorded
+from trainer.planning.planning import plan_run
+from trainer.queue import local as local_queue
+from trainer.queue import scheduler
+from trainer.queue.database import Machine
+from trainer.queue.local import Local
+
+ROOT = Path(__file__).parents[3]
+MACHINES = ROOT / "tests/golden/machines"
+UUIDS = ("GPU-aa-1", "GPU-ab-2")
+TEXT = """\
+family: flux1_dev
+train: {max_train_steps: 100, gradient_accumulation_steps: 4, learning_rate: 1e-4}
+data: {sets: [{img_dir: images}]}
+output_dir: runs/cats
+"""
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
+    found = FakeMachine(UUIDS)
+    monkeypatch.setattr(local_queue, "gpu_uses", found.gpus)
+    return found
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a configuration, on a machine with two GPUs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.yaml").write_text(TEXT)
+    monkeypatch.setenv("TRAINER_QUEUE_DIR", str(tmp_path / "queue"))
+    monkeypatch.setenv("TRAINER_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRAINER_RUNTIME_DIR", str(tmp_path / "runtime"))
+    facts = json.loads((MACHINES / "h200.json").read_text())
+    (tmp_path / "facts.json").write_text(json.dumps({**facts, "gpus": 2 * facts["gpus"]}))
+    monkeypatch.setenv("TRAINER_FACTS", str(tmp_path / "facts.json"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def run(place: Path, machine: FakeMachine, capsys: pytest.CaptureFixture[str]) -> Run:
+    def command(*words: str) -> tuple[int, str, str]:
+        code = main(words)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return command
+
+
+def queue(place: Path) -> Local:
+    return Local(folder=place / "queue", gpus=tuple)
+
+
+def named(place: Path) -> list[str]:
+    return [job.name for job, _ in queue(place).jobs()]
+
+
+def test_a_run_is_added_as_it_is_now(run: Run, place: Path) -> None:
+    code, out, err = run("queue", "add", "my.yaml", "--set", "train.seed=7")
+    assert (code, out) == (0, f"job 1: cats -> {place}/runs/cats\n")
+    assert "nothing starts jobs now" in err
+    (place / "my.yaml").write_text(TEXT.replace("100", "200"))
+    kept = Layers([place / "queue/jobs/1/config.yaml"]).load().config
+    assert (kept.train.max_train_steps, kept.train.seed) == (100, 7)
+    ((job, _),) = queue(place).jobs()
+    assert (job.gpus, job.count, job.working_folder, job.run) == ((), 1, place, place / "runs/cats")
+
+
+def test_the_time_is_the_plans(run: Run, place: Path) -> None:
+    run("queue", "add", "my.yaml", "--set", "train.max_train_steps=5000", "--set", "parallel.gpus=1")
+    ((job, _),) = queue(place).jobs()
+    _, text, _ = run("plan", "my.yaml", "--set", "train.max_train_steps=5000", "--set", "parallel.gpus=1")
+    hours = re.search(r"([0-9.]+) h for all 20000", " ".join(text.split()))
+    assert hours and job.seconds is not None
+    assert job.seconds / 3600 == pytest.approx(float(hours[1]), abs=0.051)
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "count"),
+    [
+        (["--on", "1"], UUIDS[1:], 1),
+        (["--on", "1, 0"], UUIDS[::-1], 2),
+        (["--on", "GPU-ab"], UUIDS[1:], 1),
+        (["--gpus", "2"], (), 2),
+        (["--gpus", "2", "--on", "0,1"], UUIDS, 2),
+    ],
+)
+def test_gpus_are_chosen(run: Run, place: Path, words: list[str], gpus: Sequence[str], count: int) -> None:
+    code, _, err = run("queue", "add", "my.yaml", *words)
+    assert code == 0, err
+    ((job, _),) = queue(place).jobs()
+    assert (job.gpus, job.count) == (tuple(gpus), count)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_job_without_gpu_has_the_lease_of_the_cpu(
+    run: Run, machine: FakeMachine, place: Path, monkeypatch: pytest.MonkeyPatch, hidden: bool
+) -> None:
+    """By name, and where there is no GPU."""
+    if hidden:
+        machine.uuids = ()
+        monkeypatch.setenv("TRAINER_FACTS", str(MACHINES / "cpu.json"))
+    monkeypatch.chdir(ROOT)
+    words = ["queue", "add", "train_configs/quickstart.yaml", "--output", str(place / "run")]
+    code, _, err = run(*words, *([] if hidden else ["--on", "cpu"]))
+    assert code == 0, err
+    ((job, _),) = queue(place).jobs()
+    assert (job.gpus, job.count, job.working_folder) == (("cpu",), 1, ROOT)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--on", "2"], 78, "GPUs here: 0 (Fake, GPU-aa-1), 1 (Fake, GPU-ab-2)"),
+        (["--on", "GPU-a"], 78, '"GPU-a" names 2 GPUs'),
+        (["--on", "0,0"], 78, "name different GPUs"),
+        (["--on", "0,cpu"], 78, "name different GPUs"),
+        (["--on", "0", "--gpus", "2"], 78, "parallel.gpus is 2, and 1 are named"),
+        (["--gpus", "3"], 69, "GPU"),
+        (["--set", "lora.rnak=8"], 78, "did you mean `rank`?"),
+        (["--budget", "2GiB"], 69, "GiB"),
+        (["--vary", "lora.rank=8"], 78, "names no two values of a key"),
+        (["--vary", "lora.rank=8,8"], 78, "two of these jobs write there"),
+        (["--vary", "lora.rank=8,none"], 78, "lora.rank"),
+    ],
+)
+def test_a_job_that_cannot_run_is_refused_at_once(
+    run: Run, place: Path, words: list[str], code: int, said: str
+) -> None:
+    got, out, err = run("queue", "add", "my.yaml", *words)
+    assert (got, out) == (code, "")
+    assert said in err
+    assert named(place) == []
+
+
+def test_gpus_whose_users_nobody_can_tell_are_refused(run: Run, machine: FakeMachine, place: Path) -> None:
+    machine.uuids = ()
+    code, _, err = run("queue", "add", "my.yaml")
+    assert code == 69
+    assert "NVML" in err
+    assert named(place) == []
+
+
+def test_a_group_has_a_job_for_each_value(run: Run, place: Path) -> None:
+    code, out, _ = run("queue", "add", "my.yaml", "--name", "ranks", "--vary", "lora.rank=8,16,32")
+    assert code == 0
+    assert out.splitlines()[1] == f"job 2: ranks-rank-16 -> {place}/runs/cats-rank-16"
+    assert [job.group for job, _ in queue(place).jobs()] == ["ranks"] * 3
+    ranks = [
+        Layers([place / f"queue/jobs/{job}/config.yaml"]).load().config.lora.rank for job in ("1", "2", "3")
+    ]
+    assert ranks == [8, 16, 32]
+    words = ["--vary", "data.trigger_word=../b c,d", "--vary", "train.seed=1,2"]
+    assert run("queue", "add", "my.yaml", *words)[0] == 0
+    assert [str(job.run.relative_to(place)) for job, _ in queue(place).jobs()][3:] == [
+        "runs/cats-trigger_word-.._b_c-seed-1",
+        "runs/cats-trigger_word-d-seed-2",
+    ]
+
+
+def test_jobs_are_called_by_number_name_or_group(run: Run, place: Path) -> None:
+    queue(place).submit([wanted("cats"), wanted("rank-8", group="ranks"), wanted("rank-16", group="ranks")])
+    assert run("queue", "move", "ranks", "1") == (0, "", "")
+    assert named(place) == ["rank-8", "rank-16", "cats"]
+    assert run("queue", "hold", "ranks", "1")[0] == 0
+    assert {seen.state for _, seen in queue(place).jobs()} == {"held"}
+    assert run("queue", "hold", "--release", "cats")[0] == 0
+    code, out, err = run("queue", "list")
+    assert [line.split()[:4] for line in out.splitlines()[1:]] == [
+        ["2", "rank-8", "ranks", "held"],
+        ["3", "rank-16", "ranks", "held"],
+        ["1", "cats", "waiting", "any"],
+    ]
+    assert "nothing starts jobs now" in err
+    assert run("queue", "stop", "--forget", "ranks") == (0, "", "")
+    assert named(place) == ["cats"]
+    fake = FakeLocal(place / "queue", FakeMachine(UUIDS, identity=Machine.here()))
+    fake.start_due()
+    fake.fake.live()[0].end(70)
+    queue(place).submit([wanted("dogs")])
+    code, _, err = run("queue", "hold", "cats", "dogs")  # the one that can be held is
+    assert (code, queue(place).state("4").state) == (78, "held")
+    assert "cats (job 1) has ended: exit code 70" in err
+    code, _, err = run("queue", "stop", "catz")
+    assert code == 78
+    assert "did you mean `cats`?" in err
+
+
+def test_names_give_no_orders_to_the_terminal(run: Run, place: Path) -> None:
+    queue(place).submit([wanted("a\x1b[2Jb\nc")])
+    _, out, _ = run("queue", "list")
+    assert "\x1b" not in out
+    assert len(out.splitlines()) == 2
+
+
+def test_the_log_is_printed_from_its_end(run: Run, place: Path) -> None:
+    queue(place).submit([wanted("cats")])
+    (place / "queue/jobs/1/output.log").write_text("one\ntwo\x1b[0m\nthree\n")
+    assert run("queue", "log", "cats", "--lines", "2") == (0, "two\\x1b[0m\nthree\n", "")
+
+
+def test_an_empty_queue_is_said_and_drained(run: Run, place: Path) -> None:
+    assert run("queue", "list") == (0, "no jobs\n", "")
+    assert run("queue", "run", "--drain")[0] == 0
+    queue(place).submit([wanted("cats", held=True)])
+    code, _, err = run("queue", "run", "--drain")
+    assert code == 0
+    assert "no more jobs are started" in err
+
+
+def test_a_scheduler_tells_what_happens(place: Path, machine: FakeMachine) -> None:
+    held = FakeLocal(place / "queue", machine)
+    held.submit([wanted("cats", (UUIDS[0],)), wanted("dogs", (UUIDS[0],))])
+    told: list[str] = []
+
+    def tell(text: str) -> None:
+        """Each run ends when its start was told of."""
+        told.append(text)
+        assert scheduler.is_scheduled(held.folder)
+        for started in machine.live():
+            started.end(0 if started.start.job.id == 1 else 70)
+
+    scheduler.run(held, tell, received=(), drain=True)
+    assert told[:3] == ["cats (job 1): running", "cats (job 1): finished", "dogs (job 2): running"]
+    assert told[3].startswith("dogs (job 2): failed, exit code 70: the loss")
+    assert len(told) == 4
+    assert not scheduler.is_scheduled(held.folder)
+
+
+@pytest.fixture
+def train(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
+    """`trainer train` on the recorded machine, up to the start of its process, which says 42."""
+    facts = read_recorded(MACHINES / "h200.json")
+    monkeypatch.setattr(driver, "visible_uuids", lambda: UUIDS)
+    monkeypatch.setattr(measure, "planned", lambda loaded, probe: (facts, plan_run(loaded, facts)))
+    monkeypatch.setattr(jobs, "run_job", lambda *_, **__: 42)
+    monkeypatch.setenv("TRAINER_METRICS_PORT", "0")
+
+    def command(*words: str) -> tuple[int, str]:
+        code, _, err = run("train", "my.yaml", *words)
+        return code, err
+
+    return command
+
+
+def test_a_run_beside_the_queue_keeps_off_its_gpus(
+    train: Callable[..., tuple[int, str]],
+    place: Path,
+    machine: FakeMachine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert train()[0] == 42  # where there is no queue, none is made
+    assert not (place / "queue").exists()
+    held = FakeLocal(place / "queue", machine)
+    held.submit([wanted("dogs", UUIDS[1:]), wanted("cats-3", UUIDS[:1])])
+    assert train()[0] == 42  # jobs that wait have nothing yet
+    held.start_due()
+    code, err = train()
+    assert code == 69
+    assert f"{UUIDS[0]} is leased to cats-3 (job 2) of the queue" in err
+    assert "dogs" not in err
+    assert "--share-gpu" in err
+    assert train("--share-gpu")[0] == 42
+    with monkeypatch.context() as patch:  # the run of that job itself
+        patch.setenv("TRAINER_QUEUE_JOB", "2")
+        assert train()[0] == 42
+        patch.setenv("TRAINER_QUEUE_JOB", "1")
+        assert train()[0] == 69
+    # its lease is still written down, and its run is over
+    next(one for one in machine.live() if one.start.job.id == 2).end(0)
+    assert train()[0] == 42
