@@ -31,7 +31,7 @@ def preflight(words: tuple[str, ...]) -> int:
       trainer preflight train my.yaml --output /output/my-lora
       trainer preflight -- "$@" && exec trainer "$@"
     """
-    own = _own_folder(words) if "--help" not in words else None
+    own = None if "--help" in words else _own_folder(words)
     if own is None and (not words or words[0] not in IN_CONTAINER or "--help" in words):
         return 0
     from trainer.cli.errors import error_text
@@ -61,13 +61,15 @@ def preflight(words: tuple[str, ...]) -> int:
 
 def _own_folder(words: Sequence[str]) -> Path | None:
     """The folder in which a service keeps its state; None for other commands."""
-    from trainer.config import environment
-
     if tuple(words[:2]) == ("queue", "run"):
+        from trainer.config import environment
+
         return environment.queue_dir()
     if tuple(words[:1]) == ("ui",):
+        from trainer.cli.ui import STATE_FOLDER
+
         given = _given("ui", words[1:])
-        return Path(given["folder"] or given["runs"])
+        return Path(given["folder"] or Path(given["runs"], STATE_FOLDER))
     return None
 
 

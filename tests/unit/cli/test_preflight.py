@@ -307,7 +307,7 @@ def test_services_need_a_folder_to_write_and_no_machine(
 
 def test_the_state_of_a_service_in_the_containers_own_layer_is_warned_of(ask: Ask) -> None:
     code, _, err = ask(machine("cpu"), "ui", "--runs", "/tmp")
-    assert code == 0 and "/tmp is not on a mounted folder" in err
+    assert code == 0 and "/tmp/.studio is not on a mounted folder" in err
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, refused: Path) -> None:
