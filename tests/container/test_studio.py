@@ -11,15 +11,15 @@ import pytest
 
 from tests.container.boxes import Box
 from tests.container.conftest import SOMEBODY
-from tests.container.quickstart import steps_saved, words
-from tests.container.test_compose import STEPS, Project, project
+from tests.container.quickstart import words
+from tests.container.test_compose import Project, project
 from trainer.errors import ExitCode
 
 __all__ = ["project"]
 pytestmark = [pytest.mark.container, pytest.mark.timeout(1500)]
 
 UI = ("--profile", "ui")
-NAME = "from-the-queue"
+MANY_STEPS = 20000
 
 
 @pytest.fixture
@@ -102,28 +102,42 @@ def test_it_can_do_no_more_than_the_file_says(studio: Project) -> None:
     assert written.returncode != 0 and "Read-only file system" in written.stdout
 
 
-def test_a_run_of_the_queue_is_saved_at_a_stop_and_goes_on(studio: Project, browser: httpx.Client) -> None:
-    output = studio.folder / "output"
-    token = link(studio)
-    _, *arguments = words(STEPS, "checkpoint.checkpointing_steps=1000")
-    said = queue(studio, "add", *arguments, "--on", "cpu", "--output", "/output/quickstart", "--name", NAME)
-    assert said.startswith("job 1: ")
+def add(project: Project, name: str, steps: int) -> str:
+    _, *arguments = words(steps, "checkpoint.checkpointing_steps=10000")
+    return queue(project, "add", *arguments, "--on", "cpu", "--output", f"/output/{name}", "--name", name)
+
+
+def state(project: Project, name: str) -> str:
+    """A job's line in the list, from its state on."""
+    (line,) = [line for line in queue(project, "list").splitlines() if f" {name} " in line]
+    return line.partition(f" {name} ")[2].strip()
+
+
+def test_runs_of_the_queue_save_at_a_stop_and_go_on(studio: Project, browser: httpx.Client) -> None:
+    output, token = studio.folder / "output", link(studio)
     service = box(studio, "queue")
-    service.wait_for(lambda: re.search(rf"{NAME} .*running +cpu +[1-9]", queue(studio, "list")))
+    assert add(studio, "short", 4).startswith("job 1: ")
+    # more steps than even a fast machine gets through while compose starts and stops services
+    assert add(studio, "long", MANY_STEPS).startswith("job 2: ")
+    service.wait_for(lambda: re.match(r"running\b.* [1-9]\d*/", state(studio, "long")))
+    assert state(studio, "short").startswith("finished")
+    assert {path.stat().st_uid for path in (output / "short" / "lora").glob("*.safetensors")} == {SOMEBODY}
+    assert "Proved: reloaded from disk" in queue(studio, "log", "1")
     origin = {"Origin": str(browser.base_url).rstrip("/")}
     browser.post("/login", data={"token": token}, headers=origin)
-    assert "quickstart" in browser.get("/").text
-    # runs outlive the studio, and are not lost with the queue
+    assert "long" in browser.get("/").text
+    # runs outlive the studio
     assert studio.run(*UI, "restart", "studio").returncode == 0
-    assert "running" in queue(studio, "list")
+    assert state(studio, "long").startswith("running")
+    # and go on after their container
     assert studio.run(*UI, "stop").returncode == 0
     assert service.exit_code() == ExitCode.OK, service.log()
-    (saved,) = steps_saved(output)
+    (saved,) = [folder.name for folder in (output / "long" / "checkpoints").glob("step-*")]
     up(studio)
-    service.wait_for(lambda: f"resumed from {saved}" in queue(studio, "log", "1", "--lines", "1000"))
-    service.wait_for(lambda: "finished" in queue(studio, "list"))
-    assert list((output / "quickstart" / "lora").glob("*.safetensors"))
-    log = box(studio, "studio").log()
-    assert log.count("#token=") == 1, "it is printed once"
-    # the session of before is one of now
-    assert browser.get("/").status_code == 200
+    service.wait_for(lambda: f"resumed from {saved}" in queue(studio, "log", "2", "--lines", "1000"))
+    service.wait_for(lambda: state(studio, "long").startswith("running"))
+    log = box(studio, "studio")
+    log.wait_for(lambda: "the token is in /output/.studio/token" in log.log())
+    assert log.log().count("#token=") == 1, "it is printed once"
+    log.wait_for(lambda: log.health() == "healthy")
+    assert browser.get("/").status_code == 200, "the session of before is one of now"
