@@ -19,7 +19,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 OR_NONE := || { code=$$?; [ $$code -eq 5 ] || exit $$code; }
 SHELL_FILES = .ci/run $(shell find . -name '*.sh' -not -path './.venv/*' -not -path './build/*')
 
-.PHONY: help setup demo test test-container test-gpu lint type pins docs golden scan clean
+.PHONY: help setup demo test test-browser test-container test-gpu lint type pins docs golden scan clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' Makefile
@@ -50,7 +50,15 @@ demo: $(STAMP) ## teach a tiny model a style in some minutes, prove it and see i
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m scripts.demo
 
 test: $(STAMP) ## all tests that run anywhere
-	@$(TEST_ENV) $(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not gpu and not slow and not container"
+	@$(TEST_ENV) $(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not gpu and not slow and not container and not browser"
+
+test-browser: $(STAMP) ## the studio in Debian's Chromium; as root it installs that; PICTURES=docs/images takes the documents' pictures
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! [ -x /usr/bin/chromium ]; then \
+		echo "installing chromium"; \
+		apt-get update -qq; \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
+	fi
+	@$(TEST_ENV) PICTURES=$(PICTURES) $(BIN)/pytest -q -m browser $(OR_NONE)
 
 $(CONTAINER_STAMP): $(STAMP)
 	@$(PIP) --no-build-isolation -e '.[dev,container]'

@@ -53,6 +53,14 @@ def pytest_runtest_setup() -> None:
     freeze_libraries(len(sys.modules) // 100)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_fsync() -> Iterator[None]:
+    """Writes without waiting for the disk: nothing here must outlive the machine, and some disks are slow."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder of a family's tiny base model, built once a session. Read only: copy it to change it."""

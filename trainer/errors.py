@@ -56,6 +56,11 @@ MEANING: dict[ExitCode, str] = {
 }
 
 
+def meaning(exit_code: int) -> str:
+    """An exit code in words, one of another program too."""
+    return next((MEANING[known] for known in ExitCode if known == exit_code), "unexpected")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One thing that is wrong: what it is, where it came from, what to do about it."""
@@ -85,6 +90,15 @@ class TrainerError(Exception):
     def __reduce__(self) -> tuple[type[TrainerError], tuple[Sequence[Problem]]]:
         """Pickled with its problems, for the other ranks of a run."""
         return type(self), (self.problems,)
+
+
+def as_data(exit_code: int, problems: Sequence[Problem]) -> dict[str, object]:
+    """An error for programs: `exit_code`, `meaning` and `problems`, each of `what`, `where` and `remedy`.
+
+    Secrets are still in it: they are taken out of the text that it becomes.
+    """
+    rows = [{"what": one.what, "where": one.where, "remedy": one.remedy} for one in problems]
+    return {"exit_code": int(exit_code), "meaning": meaning(exit_code), "problems": rows}
 
 
 PEER_LOST = 76

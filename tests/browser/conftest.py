@@ -1,4 +1,4 @@
-"""The real studio in a process of its own, and Chromium before it: no test may break the policy of its pages."""
+"""The real studio in a process of its own, and Chromium before it: no test may break its pages' policy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+
+from tests.unit.ui import made
+from trainer.errors import Problem
+from trainer.queue.launcher import CPU, Request
+from trainer.queue.local import Local
+from trainer.ui.studio import identifier
 
 CHROMIUM = Path("/usr/bin/chromium")
 ROOT = Path(__file__).resolve().parents[2]
+FACTS = ROOT / "tests/golden/machines/rtx-4090.json"
+"""Recorded machine that studios of these tests show: pictures of pages do not tell of this one."""
 
 
 @dataclass(kw_only=True)
@@ -47,12 +56,15 @@ def start() -> Iterator[Callable[..., Running]]:
     """Start a studio over folders of a test; all are ended at the end."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(folder: Path, *arguments: str) -> Running:
-        words = [sys.executable, "-m", "trainer", "ui", "--port", "0"]
+    def begin(folder: Path, *arguments: str, facts: Path = FACTS) -> Running:
+        words = [sys.executable, "-m", "trainer", "ui", *(() if "--port" in arguments else ("--port", "0"))]
         for name in ("runs", "data", "models"):
             (folder / name).mkdir(exist_ok=True, parents=True)
             words += [f"--{name}", str(folder / name)]
-        environ = {**os.environ, "TRAINER_RUNTIME_DIR": str(folder / "runtime"), "TRAINER_FACTS": str(FACTS)}
+        folders = {
+            f"TRAINER_{name}_DIR": str(folder / name.lower()) for name in ("RUNTIME", "QUEUE", "CACHE")
+        }
+        environ = {**os.environ, **folders, "TRAINER_FACTS": str(facts), "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(
             [*words, *arguments], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
         )
@@ -69,10 +81,6 @@ def start() -> Iterator[Callable[..., Running]]:
     for process in started:
         process.terminate()
         assert process.wait(timeout=60) is not None
-
-
-FACTS = ROOT / "tests/golden/machines/rtx-4090.json"
-"""The recorded machine that every studio of these tests shows: pictures of pages do not tell of this one."""
 
 
 @pytest.fixture(scope="session")
@@ -126,10 +134,82 @@ def watch(page: Page, watched: Watched) -> None:
 
     page.on("request", lambda request: asked(request.url))
     page.expose_function("policyBroken", lambda text: watched.faults.append(f"policy: {text}"))
+    told = "${event.violatedDirective} ${event.blockedURI} ${event.sourceFile}:${event.lineNumber}"
     page.add_init_script(
-        "document.addEventListener('securitypolicyviolation', (event) =>"
-        " policyBroken(`${event.violatedDirective} ${event.blockedURI} ${event.sourceFile}:${event.lineNumber}`))"
+        f"document.addEventListener('securitypolicyviolation', (event) => policyBroken(`{told}`))"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Full:
+    """A studio with a run in every state."""
+
+    studio: Running
+    folders: dict[str, Path]
+    runtime: Path
+    """Runtime folder of the run `portraits`, which trains."""
+
+    def page_of(self, name: str) -> str:
+        """Path of a run's page."""
+        return f"/runs/{identifier(self.studio.runs, self.folders[name])}"
+
+
+PROMPTS = (
+    "owl, cyanotype style",
+    "tulip, cyanotype style",
+    "anchor, cyanotype style",
+    "teapot, cyanotype style",
+)
+
+
+def drawn(share: float) -> list[Image.Image]:
+    """Pictures that come out of white paper: `share` 1.0 is the whole picture."""
+    paths = sorted((ROOT / "examples/style").glob("*.png"))[: len(PROMPTS)]
+    pictures = [Image.open(path).convert("RGB").resize((192, 192)) for path in paths]
+    return [Image.blend(Image.new("RGB", one.size, "white"), one, share) for one in pictures]
+
+
+@pytest.fixture(scope="session")
+def full(tmp_path_factory: pytest.TempPathFactory, start: Callable[..., Running]) -> Iterator[Full]:
+    """Runs that train, finished, were stopped, failed and were lost, and a queue that nothing starts."""
+    root = tmp_path_factory.mktemp("full")
+    runs, runtime = root / "runs", root / "portraits-runtime"
+    done = {"portraits": 180, "cyanotype": 300, "watercolour": 140, "line-art": 90, "cats-rank-32": 60}
+    folders = {
+        name: made.make_run(runs / name, done=count, family="flux1_dev") for name, count in done.items()
+    }
+    for name in ("portraits", "cyanotype"):
+        for step, share in ((0, 0.1), (100, 0.6), (200, 0.9), (300, 1.0)):
+            if step <= done[name]:
+                made.samples(folders[name], step, drawn(share), PROMPTS)
+    for name in ("cyanotype", "watercolour"):
+        made.checkpoint(folders[name], 100)
+    made.result(folders["cyanotype"])
+    made.ended(folders["cyanotype"], 0)
+    made.ended(folders["watercolour"], 75)
+    made.log(folders["line-art"], "error", "CUDA out of memory: 23.1 GiB are needed, 22.3 GiB are there")
+    advice = "write features.activation_checkpointing: on (14.2 GiB), or features.weights: int8 (16.0 GiB)"
+    made.ended(
+        folders["line-art"],
+        71,
+        problems=[Problem(what="device memory ran out", where="step 91", remedy=advice)],
+    )
+    made.process.begin(folders["cats-rank-32"], supervisor=2**22, runtime_dir=root / "gone")
+    local = Local(folder=root / "queue")
+    for name in ("cats-rank-8", "cats-rank-16"):
+        wanted = Request(
+            config="{}", name=name, group="cats", run=runs / name, working_folder=root, gpus=(CPU,)
+        )
+        local.submit([wanted])
+    local.hold("2")
+    with made.running(folders["portraits"], runtime, step=182, steps=300):
+        yield Full(studio=start(root), folders=folders, runtime=runtime)
+
+
+@pytest.fixture(scope="session")
+def empty(tmp_path_factory: pytest.TempPathFactory, start: Callable[..., Running]) -> Running:
+    """A studio without anything."""
+    return start(tmp_path_factory.mktemp("empty"))
 
 
 def logged_in(context: BrowserContext, studio: Running) -> Page:
@@ -139,3 +219,14 @@ def logged_in(context: BrowserContext, studio: Running) -> Page:
     page.goto(f"{studio.url}/login#token={token}")
     page.wait_for_url(f"{studio.url}/")
     return page
+
+
+def until(page: Page, expression: str) -> None:
+    """Wait until a JavaScript expression is true in the page. Playwright's own way evaluates a text inside of
+    the page, which the policy forbids.
+    """
+    for _ in range(1200):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"it did not become true: {expression}")

@@ -121,8 +121,8 @@ def _mirror(codename: str) -> list[str]:
 def _fill_wheels(python: str) -> None:
     """Put what the cpu target installs into `WHEELS`, through this machine's pip."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    wanted = ["setuptools", *project["dependencies"], *extras["plots"], *extras["ui"]]
+    extras = [word for extra in ("plots", "ui") for word in project["optional-dependencies"][extra]]
+    wanted = ["setuptools", *project["dependencies"], *extras]
     stamp = WHEELS / f".complete-{python}-{_digest([*wanted, (ROOT / 'constraints.txt').read_text()])}"
     if stamp.exists():
         return

@@ -36,14 +36,32 @@ class Finished:
 ALIKE = ("mistral", "qwen2")
 """Families that are Llama in all but a bias, or nothing: what they do is tried always in tests/numerics, and
 in these tests with the slow ones."""
+COUSINS = ("flux1_kontext", "qwen_image_edit", "qwen3")
+"""Families that share all of the engine's ways with another one: whole runs of theirs are slow tests, but for
+those of `ALWAYS`."""
+WHOLE_RUNS = "test_training.py", "test_options.py", "test_full_in_rows.py", "test_full_in_fp8.py"
+ALWAYS = (
+    "test_a_cached_batch_gives_finite_losses_and_gradients_where_they_belong",
+    "test_a_run_leaves_what_it_promises",
+)
+
+OF_LORAS = (
+    "test_previews_and_validation_change_nothing_and_bytes_repeat",
+    "test_a_batch_of_four_equals_four_batches_of_one",
+)
+"""Tests of what does not ask which weights learn: their full fine-tunes are slow tests."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of `ALIKE` as slow."""
+    """Mark the cases of `ALIKE` and whole runs of `COUSINS` as slow."""
     for item in items:
         if isinstance(item, pytest.Function) and item.path.is_relative_to(Path(__file__).parent):
             given = item.callspec.params.values() if "callspec" in vars(item) else ()
-            if any((one.family if isinstance(one, Case) else one) in ALIKE for one in given):
+            whole = item.path.name in WHOLE_RUNS and item.originalname not in ALWAYS
+            others = (*ALIKE, *COUSINS) if whole else ALIKE
+            if any((one.family if isinstance(one, Case) else one) in others for one in given):
+                item.add_marker(pytest.mark.slow)
+            if item.originalname in OF_LORAS and item.callspec.params["case"].method == "full":
                 item.add_marker(pytest.mark.slow)
 
 

@@ -49,8 +49,9 @@ def test_each_is_the_result_of_a_run_that_ends_there(
     long = workshop.job(case, tmp_path / "long", *SHORT, mean, "train.max_train_steps=5")
     long.train()
     assert steps_saved(long.folder) == ["step-000004", "step-000005"]
-    short = workshop.job(case, tmp_path / "short", *SHORT, mean, "train.max_train_steps=4")
+    short = workshop.job(case, tmp_path / "short", *SHORT[1:], mean, "train.max_train_steps=4")
     short.train()
+    assert not list(short.folder.glob("checkpoints/*/lora"))
     at = {step: long.folder / f"checkpoints/step-{step:06d}/lora" for step in (4, 5)}
     assert equal(tensors(at[4]), tensors(short.folder / "lora"))
     assert equal(tensors(at[5]), tensors(long.folder / "lora"))
@@ -61,6 +62,17 @@ def test_each_is_the_result_of_a_run_that_ends_there(
     assert [len(names) for names in listed] == [len(tensors(at[4]))] * 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dora", "lokr"])
+def test_so_it_is_for_other_kinds_of_adapters(kind: str, workshop: Workshop, tmp_path: Path) -> None:
+    kinds = (f"lora.type={kind}", "train.max_train_steps=2")
+    job = workshop.job(LORA_CASES[0], tmp_path, *SHORT, *kinds)
+    job.train()
+    assert not [line for line in job.said if line.startswith("no LoRA file")]
+    assert equal(tensors(job.folder / "checkpoints/step-000002/lora"), tensors(job.folder / "lora"))
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_whatever_becomes_of_them(workshop: Workshop, tmp_path: Path) -> None:
     """Removed by hand, they are missed by nobody; a resume without them gives the same numbers."""
     job = workshop.job(LORA_CASES[0], tmp_path / "run", *SHORT, "train.max_train_steps=2")

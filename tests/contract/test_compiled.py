@@ -22,6 +22,7 @@ _CASES = [LORA_CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case i
 pytestmark = pytest.mark.usefixtures("traced", "small_kontexts")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", _CASES, ids=str)
 def test_compiled_losses_are_those_of_the_plain_run(
     case: Case, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

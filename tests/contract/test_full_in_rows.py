@@ -181,6 +181,7 @@ def test_rows_over_any_number_of_ranks_learn_what_one_process_learns(
         require_equal(rest, one, most)
 
 
+@pytest.mark.slow
 def test_three_ranks_share_sizes_that_three_does_not_divide(runs: Runs) -> None:
     three = "train.gradient_accumulation_steps=3"
     require_equal(runs(LLAMA, 3, three), runs(LLAMA, 1, three))

@@ -74,6 +74,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_that_are_gathered_learn_what_one_process_learns(case: Case, runs: Runs) -> None:
     one, two = runs(case, 1), runs(case, 2)

@@ -81,6 +81,7 @@ def test_a_stop_a_kill_and_two_resumes_equal_one_run(
     require_equal(process.run_dir, straight.run_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FIRST_CASES, ids=str)
 def test_a_reader_of_its_lines_that_goes_away_changes_nothing(
     case: Case, start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
@@ -95,6 +96,7 @@ def test_a_reader_of_its_lines_that_goes_away_changes_nothing(
     assert "Proved: " in (process.run_dir / "log.jsonl").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FIRST_CASES, ids=str)
 def test_a_stop_while_caching_saves_nothing_but_the_cache(case: Case, fork: Start, tmp_path: Path) -> None:
     process = fork(case, tmp_path, knobs={"patch": "cache"}, cache=tmp_path / "cache")

@@ -91,6 +91,7 @@ def test_a_killed_rank_ends_all_with_its_cause_and_the_run_goes_on(
     require_equal(again.run_dir, uninterrupted(FIRST).run_dir)
 
 
+@pytest.mark.slow
 @both_launchers
 def test_sigterm_to_the_launcher_stops_all_at_one_step(
     launcher: Wrapped, start: Start, tmp_path: Path
@@ -149,6 +150,7 @@ def test_a_second_try_of_the_launcher_goes_on(
     require_nothing_left(process, children)
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_is_told_once_and_ends_all(start: Start, tmp_path: Path) -> None:
     process = start(FIRST, tmp_path, LONG, launcher=torchrun(2), knobs={"patch": "failing"})
     children = pids(process, 2)
@@ -188,6 +190,7 @@ def test_a_number_that_the_launcher_cannot_have_meant_is_told_once(
     assert not process.run_dir.exists()
 
 
+@pytest.mark.slow
 def test_two_launches_on_one_machine_are_refused_by_name(start: Start, tmp_path: Path) -> None:
     first = start(FIRST, tmp_path, LONG, launcher=torchrun(2))
     pids(first, 2)

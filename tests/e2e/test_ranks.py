@@ -360,6 +360,7 @@ def test_a_number_that_does_not_share_a_step_is_refused(
     assert words in errors
 
 
+@pytest.mark.slow
 def test_ranks_talk_at_ends_only(
     start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
@@ -372,6 +373,7 @@ def test_ranks_talk_at_ends_only(
     assert counts[0] == counts[1] > STEPS
 
 
+@pytest.mark.slow
 def test_nothing_reads_a_weight_that_is_not_staged(
     start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
@@ -383,6 +385,7 @@ def test_nothing_reads_a_weight_that_is_not_staged(
     assert len(counts) == 2 and min(counts) > 1000
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_read_without_being_staged_is_an_error(start: Start, tmp_path: Path) -> None:
     process = start(FIRST, tmp_path, *SHARDED, knobs={"patch": "unstaged"})
     code, errors = process.end(400)

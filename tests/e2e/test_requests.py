@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.contract.runs import FULL_CASES, LORA_CASES, Case, steps_saved
-from tests.e2e.conftest import Process, Start
-from trainer.errors import ExitCode
+from tests.contract.runs import (
+    CPU_FACTS,
+    FULL_CASES,
+    LORA_CASES,
+    ROOT,
+    Case,
+    Workshop,
+    small_samples,
+    steps_saved,
+)
+from tests.e2e.conftest import Process, Start, common_environment
+from tests.ranks import is_gone
+from trainer.errors import ExitCode, as_data
 from trainer.telemetry import control
 from trainer.telemetry.control import Order, Request
 from trainer.telemetry.runs import State, read_run
@@ -64,6 +80,30 @@ def test_a_run_saves_draws_and_stops_as_it_is_asked_to(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("child", ["saves", "killed"])
+def test_a_run_without_its_supervisor_records_its_own_end(child: str, start: Start, tmp_path: Path) -> None:
+    process = start(LORA_CASES[0], tmp_path, *ENDLESS, *NO_ROUNDS, "validation.prompts=[]")
+    process.wait_for_phase(Phase.TRAIN, step=2)
+    trains = process.child()
+    if child == "killed":
+        os.kill(trains, signal.SIGSTOP)  # it would save
+    os.kill(process.popen.pid, signal.SIGKILL)
+    process.popen.wait()
+    assert read_run(process.run_dir).state is State.RUNNING, "it saves, and holds the folder"
+    if child == "killed":
+        os.kill(trains, signal.SIGKILL)
+    while not is_gone(trains):
+        time.sleep(0.05)
+    run = read_run(process.run_dir)
+    assert run.end is not None
+    if child == "killed":
+        assert (run.state, run.end.exit_code) == (State.BEGUN, None)
+        assert "killed, or the machine went down" in run.end.meaning
+    else:
+        assert (run.state, run.end.exit_code) == (State.RESUMABLE, ExitCode.STOPPED)
+
+
+@pytest.mark.slow
 def test_an_attempt_that_is_refused_leaves_how_the_run_ended(start: Start, tmp_path: Path) -> None:
     short = ("train.max_train_steps=1", "validation.prompts=[]", *NO_ROUNDS)
     code, errors = start(LORA_CASES[0], tmp_path, *short).end()
@@ -73,3 +113,32 @@ def test_an_attempt_that_is_refused_leaves_how_the_run_ended(start: Start, tmp_p
     process = start(LORA_CASES[0], tmp_path, *short, "train.seed=4")
     assert process.end()[0] == ExitCode.BAD_CONFIG
     assert read_run(process.run_dir).end == end
+
+
+@pytest.mark.slow
+def test_an_error_of_the_training_process_is_data_and_recorded(yard: Workshop, tmp_path: Path) -> None:
+    """A receiver that may not be asked changes no exit code."""
+    case, samples = LORA_CASES[0], small_samples(tmp_path / "samples", [0, 1])
+    broken = next(samples.glob("pictures/*.png"))
+    broken.write_bytes(b"no picture")
+    hook = tmp_path / "hook"
+    hook.write_text("https://127.0.0.1:9/secret-path")
+    environ = {
+        **common_environment(),
+        "TRAINER_FACTS": str(CPU_FACTS),
+        "TRAINER_RUNTIME_DIR": str(tmp_path / "runtime"),
+        "TRAINER_METRICS_PORT": "0",
+        "TRAINER_WEBHOOK_FILE": str(hook),
+    }
+    config = yard.write_config(case, tmp_path, samples)
+    words = ["-m", "trainer", "--json", "train", str(config), "--no-probe"]
+    done = subprocess.run([sys.executable, *words], env=environ, cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == ExitCode.BAD_DATA, done.stderr
+    told = json.loads(done.stdout)["error"]
+    assert (told["exit_code"], told["meaning"]) == (65, "bad data")
+    assert [problem["where"] for problem in told["problems"]] == [str(broken)]
+    end = read_run(tmp_path / "run").end
+    assert end is not None and end.exit_code == 65
+    assert [as_data(65, end.problems)] == [told]
+    assert "the webhook was not told: 127.0.0.1 is at 127.0.0.1, which is not public" in done.stderr
+    assert "secret-path" not in done.stderr + (tmp_path / "run/process.json").read_text()

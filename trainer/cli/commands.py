@@ -96,5 +96,6 @@ Exit codes:
 """,
 )
 @click.version_option(__version__, prog_name="trainer")
-def trainer() -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print errors on stdout too, as one JSON object.")
+def trainer(as_json: bool) -> None:
     """Fine-tune diffusion transformers and language models: planned, measured and proved."""

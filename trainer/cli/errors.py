@@ -9,12 +9,14 @@ from collections.abc import Sequence
 
 import click
 
-from trainer.cli.output import say
+from trainer.cli.output import print_error, say
 from trainer.config.secrets import shown
 from trainer.errors import MEANING, ConfigError, ExitCode, TrainerError
 
 _FILE_OPTIONS = frozenset({"config", "config_file", "config-file", "cfg"})
 """Options by which other trainers take a configuration file."""
+PRINT_JSON = ("plan", "probe", "doctor", "score")
+"""Commands that have a `--json` of their own, by which they print their result."""
 _INTERRUPTED = 128 + 2  # as a shell reports SIGINT
 _BROKEN_PIPE = 128 + 13  # as a shell reports SIGPIPE
 
@@ -24,23 +26,21 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
 
     A command ends with 0, or with the number that it returns or hands to `Context.exit`. A command line that
     cannot be understood is a bad configuration (78): a Job that tries it again would only fail again.
+    An error is printed on stdout as well, as one JSON object, where the command line asks for JSON.
     """
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        result = command.main(
-            None if arguments is None else list(arguments), prog_name="trainer", standalone_mode=False
-        )
+        result = command.main(words, prog_name="trainer", standalone_mode=False)
         sys.stdout.flush()
     except TrainerError as error:
-        click.echo(error_text(error), err=True)
-        return error.exit_code
+        return _told(error_text(error), error, words)
     except click.NoSuchOption as error:
-        click.echo(error_text(_unknown_option(error)), err=True)
-        return ExitCode.BAD_CONFIG
+        unknown = _unknown_option(error)
+        return _told(error_text(unknown), unknown, words)
     except click.ClickException as error:
         usage = io.StringIO()
         error.show(usage)
-        click.echo(shown(usage.getvalue()), err=True, nl=False)
-        return ExitCode.BAD_CONFIG
+        return _told(shown(usage.getvalue()).removesuffix("\n"), _misused(error), words)
     except click.Abort:
         say("interrupted", err=True)
         return _INTERRUPTED
@@ -49,6 +49,31 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     return result if isinstance(result, int) else ExitCode.OK
+
+
+def _told(text: str, error: TrainerError, words: Sequence[str]) -> ExitCode:
+    """Print an error's text on stderr, and the error on stdout where `words` ask for JSON; its exit code."""
+    click.echo(text, err=True)
+    if _asks_for_json(words):
+        print_error(error.exit_code, error.problems)
+    return error.exit_code
+
+
+def _asks_for_json(words: Sequence[str]) -> bool:
+    """True for `trainer --json COMMAND`, and for a command's own `--json` that prints its result so.
+
+    The words are looked at by themselves: they may be what cannot be understood.
+    """
+    command = next((place for place, word in enumerate(words) if not word.startswith("-")), len(words))
+    own = command < len(words) and words[command] in PRINT_JSON
+    return "--json" in (words if own else words[:command])
+
+
+def _misused(error: click.ClickException) -> ConfigError:
+    """The error for a command line that click does not understand."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    where = "trainer" if context is None else context.command_path
+    return ConfigError(error.format_message(), where=where, remedy=f"{where} --help shows how it is used")
 
 
 def _unknown_option(error: click.NoSuchOption) -> ConfigError:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.command()
 @config_arguments
 def fetch(layers: Layers) -> None:
-    """Download what is missing of the base model, check that it is complete, and say where it is.
+    """Download what is missing of the base model, and of models that `validation.metrics` measures with.
     \f
     Examples:
       trainer fetch train_configs/flux1_dev_lora.yaml
@@ -59,6 +59,14 @@ def fetch(layers: Layers) -> None:
     say(f"size        {size / GB:.2f} GB")
     say(f"folder      {source.folder}")
     say(f"weights     {weights_line(source, components)}")
+    if config.validation.metrics:
+        from trainer.engine.scoring.models import models_of
+
+        with contextlib.ExitStack() as stack:
+            start, advance = _reporter(stack)
+            found = models_of(config.validation, on_start=start, on_bytes=advance)
+        for kind, model in found.items():
+            say(f"{kind:<12}{model.folder}")
 
 
 def _reporter(stack: contextlib.ExitStack) -> tuple[Callable[[Download], None], Callable[[int, int], None]]:

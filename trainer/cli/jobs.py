@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import re
 import signal
@@ -14,24 +13,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
-from trainer.cli.output import say
+from trainer.cli.output import print_error, say, wants_json
 from trainer.cli.targets import nearest, require_writable_folder
 from trainer.config import environment, launchers
 from trainer.config.interpreter import python, with_safe_path
 from trainer.config.launchers import Launch
 from trainer.config.reading.load import Loaded
-from trainer.config.schema import RunConfig
 from trainer.engine.spec import SPEC_FILE, Job, Mode, Spec, read_spec, write_spec
-from trainer.errors import ConfigError, ExitCode, HardwareError, Problem, StoppedError, StorageError
+from trainer.errors import ConfigError, ExitCode, HardwareError, Problem, StoppedError
 from trainer.files import codec
 from trainer.machine.facts import Facts
 from trainer.planning import planning
 from trainer.planning.plan import Plan
 from trainer.telemetry.locks import is_held
-from trainer.telemetry.run_folder import process
-from trainer.telemetry.status import BUDGET_SECONDS, Phase, rank_folders
+from trainer.telemetry.status import BUDGET_SECONDS, Phase
 from trainer.telemetry.stop import die_with_parent
-from trainer.telemetry.supervising import runtime_folder, server, supervisor
+from trainer.telemetry.supervising import ending, runtime_folder, server, supervisor, webhook
 from trainer.telemetry.supervising.jobfolder import job_folder, named_folder
 
 _FLASH_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
@@ -59,7 +56,14 @@ _FREED_SECONDS = 20.0
 def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | None = None) -> int:
     """Hand one job to the training process, watch over it, and return its exit code."""
     shared, launch = environment.make_runtime_dir(), launchers.found(environment.snapshot())
-    shares = job.mode in _SHARED_MODES
+    shares, receiver = job.mode in _SHARED_MODES, webhook.configured() if job.mode == "train" else None
+
+    def on_end(exit_code: int, cause: str) -> None:
+        if job.mode == "train":
+            ending.record_and_tell(loaded.config.output_dir, runtime_dir, receiver, exit_code, cause)
+        if exit_code and wants_json():
+            print_error(exit_code, ending.problems_of(runtime_dir, exit_code, cause))
+
     if not shares:
         launch.require_one(job.mode)
         plan = plan.of_one_process
@@ -85,22 +89,8 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
             address=environment.metrics_address(),
             unified_memory=any(gpu.integrated for gpu in facts.gpus),
             on_ready=(folder / _READY_FILE).touch,
-            on_end=functools.partial(_on_end, loaded.config, job, runtime_dir),
+            on_end=on_end,
         )
-
-
-def _on_end(config: RunConfig, job: Job, runtime_dir: Path, exit_code: int, cause: str) -> None:
-    """Record in the run's folder how it ended."""
-    if job.mode != "train":
-        return
-    errors = [process.read_error(folder) for folder in rank_folders(runtime_dir)]
-    problems = next(filter(None, errors), ()) if exit_code else ()
-    try:
-        process.end(
-            config.output_dir, supervisor=os.getpid(), exit_code=exit_code, cause=cause, problems=problems
-        )
-    except StorageError as error:  # the exit code is worth more than its note
-        say(str(error), err=True)
 
 
 def follow_job(launch: Launch, mode: Mode) -> int:
@@ -211,11 +201,13 @@ def child_environment(plan: Plan, facts: Facts) -> dict[str, str]:
 def require_startable(loaded: Loaded, *, port: int | None = None, writes_run: bool = False) -> None:
     """Raise ConfigError before kernels are measured, where the start after it could not succeed.
 
-    Another run has the port or the runtime folder, or with `writes_run` the output folder cannot be written.
+    Another run has the port or the runtime folder, or with `writes_run` the output folder cannot be written
+    or the webhook's file is not one.
     """
     runtime_folder.require_free(environment.make_runtime_dir())
     server.require_free(port, environment.metrics_address())
     if writes_run:
+        webhook.configured()
         require_writable_folder(loaded.config.output_dir, loaded.sources["output_dir"])
 
 

@@ -79,26 +79,29 @@ class Layers:
     budget: str | None = None
     gpus: str | None = None
 
-    def load(self) -> Loaded:
+    def load(self, *, variables: bool = True) -> Loaded:
         """Load the configuration against all known families, and tell of what has no effect: presets' values,
-        other programs' variables.
+        other programs' variables. Without `variables`, TRAINER__* do not lie over the files: for those that a
+        run has kept.
 
         Raises ConfigError with every problem.
         """
-        from trainer import families
-        from trainer.config.reading.load import load
+        from trainer.config import environment
+        from trainer.families.loading import load_config
 
-        known = {name: families.get(name) for name in families.names()}
-        loaded = load(
+        environ = environment.snapshot()
+        if not variables:
+            kept = environment.CONFIG_PREFIX
+            environ = {name: value for name, value in environ.items() if not name.startswith(kept)}
+        loaded = load_config(
             self.configs,
             overrides=self.overrides,
             dataset=self.dataset,
             output=self.output,
             budget=self.budget,
             gpus=self.gpus,
-            chosen_presets=self.presets,
-            family_defaults={name: family.defaults for name, family in known.items()},
-            lora_presets={name: tuple(family.lora_targets) for name, family in known.items()},
+            presets=self.presets,
+            environ=environ,
         )
         for kind, texts in (("warning", loaded.warnings), ("note", loaded.notes)):
             for text in texts:

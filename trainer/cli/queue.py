@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -200,15 +201,16 @@ def log(name: str, lines: int) -> None:
 @queue.command()
 @click.option("--drain", is_flag=True, help="End when no job waits or runs.")
 @click.option(
-    "--stop-runs", is_flag=True, help="At the end have runs save and end; the next `run` resumes them."
+    "--stop-runs", is_flag=True, help="On SIGTERM or Ctrl-C have the runs it started save first, and wait."
 )
 def run(drain: bool, stop_runs: bool) -> None:
     """Start the jobs whose turn it is, until Ctrl-C. Runs go on then; several of these at once do no harm.
     \f
+    The main process of a container takes all others with it: give it --stop-runs, and 30 minutes to end.
+
     Examples:
       trainer queue run
       trainer queue run --drain && trainer runs list runs
-      trainer queue run --stop-runs     # in a container, whose end would kill its runs
     """
     from trainer.queue import scheduler
     from trainer.telemetry.supervising.signals import collected
@@ -216,12 +218,9 @@ def run(drain: bool, stop_runs: bool) -> None:
     local = _queue()
     say(f"queue in {local.folder}", err=True)
     with collected() as received:
-        scheduler.run(local, lambda text: say(text, err=True), received=received, drain=drain)
-    if not stop_runs:
-        say("no more jobs are started; runs go on", err=True)
-        return
-    say("no more jobs are started; runs save and end", err=True)
-    scheduler.end_runs(local)
+        tell = functools.partial(say, err=True)
+        scheduler.run(local, tell, received=received, drain=drain, stop_runs=stop_runs)
+    say(f"no more jobs are started; runs {'go on when they are' if stop_runs else 'go on'}", err=True)
 
 
 def _each(change: Callable[[str], None], jobs: Sequence[str]) -> None:

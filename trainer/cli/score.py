@@ -101,12 +101,13 @@ def score(as_json: bool, **given: object) -> None:
 
 def _config_of(run: Path) -> RunConfig:
     """The configuration that a run was trained with. Raises ConfigError where the folder has none."""
-    from trainer.telemetry.runs import CONFIG_FILE, is_run
+    from trainer.telemetry.rundir import CONFIG_FILE
+    from trainer.telemetry.runs import is_run
 
     if not is_run(run):
         remedy = f"name the output_dir of a run, which has a {CONFIG_FILE}, or --pictures DIR"
         raise ConfigError("no run is in this folder", where=str(run), remedy=remedy)
-    return Layers(configs=[run / CONFIG_FILE]).load().config
+    return Layers(configs=[run / CONFIG_FILE]).load(variables=False).config
 
 
 def _groups(asked: _Asked) -> dict[str, list[Picture]]:
@@ -174,8 +175,8 @@ def _scorer(asked: _Asked, config: RunConfig | None, groups: Sequence[Sequence[P
     Raises DataError where a metric that was asked for means nothing for some pictures, or none does.
     """
     from trainer.config.schema import ValidationSection
-    from trainer.engine.scoring.models import resolve
-    from trainer.engine.scoring.score import OF_CLIP, Scorer
+    from trainer.engine.scoring.models import OF_CLIP, resolve
+    from trainer.engine.scoring.score import Scorer
 
     validation = ValidationSection() if config is None else config.validation
     threshold = validation.copy_threshold if asked.threshold is None else asked.threshold

@@ -18,7 +18,7 @@ HIDDEN = "<redacted>"
 """Stands in a secret's place; plain text in YAML and JSON."""
 _NAMES = re.compile(r".*(TOKEN|_KEY|APIKEY|SECRET|PASSWORD|PASSWD|CREDENTIALS)", re.IGNORECASE)
 """Variables whose values are secret. Names that end in _FILE or _PATH say where one is."""
-_FILES = ("HF_TOKEN_FILE", "HF_TOKEN_PATH", "WANDB_API_KEY_FILE")
+_FILES = ("HF_TOKEN_FILE", "HF_TOKEN_PATH", "WANDB_API_KEY_FILE", "TRAINER_WEBHOOK_FILE")
 """Variables that name the file of a secret which is used here."""
 _MOST_BYTES = 4096
 _SHORTEST = 8

@@ -77,8 +77,12 @@ IMAGE_ENVIRONMENT: Mapping[str, str] = {
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
 """Variables that may be given as NAME_FILE, the path of a file that holds the value."""
 
+SECRET_FILES = (*(f"{name}_FILE" for name in SECRETS), "TRAINER_WEBHOOK_FILE")
+"""Variables that name the file of a secret, which compose hands in."""
+
 HANDED_IN = (
     "TRAINER_PROFILE", "UNIFIED_MEMORY", "DISABLE_CPU_OFFLOAD", "HF_HUB_OFFLINE", "WANDB_MODE",
+    "TRAINER_WEBHOOK_PRIVATE",
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "PYTORCH_ALLOC_CONF",
     "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",
 )  # fmt: skip

@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,13 +20,21 @@ from trainer.config.schema import RunConfig
 from trainer.data.leftout import report_left_out
 from trainer.engine.caching.samples import Samples, scan_samples
 from trainer.engine.spec import Spec, read_spec
-from trainer.errors import PEER_LOST, ConfigError, EndedTogether, ExitCode, PeerLostError, TrainerError
+from trainer.errors import (
+    PEER_LOST,
+    ConfigError,
+    EndedTogether,
+    ExitCode,
+    PeerLostError,
+    Problem,
+    TrainerError,
+)
 from trainer.families import components, get
 from trainer.files import codec
 from trainer.planning.plan import Plan
 from trainer.telemetry import log
 from trainer.telemetry.progress import bars, silence
-from trainer.telemetry.run_folder.process import write_error
+from trainer.telemetry.run_folder import process
 from trainer.telemetry.rundir import require_no_links
 from trainer.telemetry.status import Phase, StatusWriter, rank_folder
 from trainer.telemetry.stop import StopFlag, die_with_parent
@@ -73,8 +81,9 @@ def main(spec_path: str) -> int:
     except TrainerError as error:
         if rank and _patience(spec):  # mostly what rank 0 finds as well, and says
             status.wait_to_be_ended()
-        write_error(rank_folder(Path(spec.runtime_dir), rank), error)
+        process.write_error(rank_folder(Path(spec.runtime_dir), rank), error)
         logger.error("%s", error, extra={"fields": {"exit_code": int(error.exit_code)}})
+        _record_end(config, spec, error.exit_code, error.problems)
         return int(error.exit_code)
     except PeerLostError as error:
         status.wait_to_be_ended(_patience(spec))
@@ -86,7 +95,19 @@ def main(spec_path: str) -> int:
     finally:
         stop.uninstall()
     status.beat(Phase.DONE)
+    _record_end(config, spec, ExitCode.OK, ())
     return int(ExitCode.OK)
+
+
+def _record_end(config: RunConfig, spec: Spec, exit_code: ExitCode, problems: Sequence[Problem]) -> None:
+    """Record how a run ended whose supervisor, which would do so, is gone."""
+    supervisor = spec.supervisor_pid
+    if spec.mode != "train" or supervisor in (None, os.getppid()) or environment.rank_and_ranks()[0]:
+        return
+    with contextlib.suppress(OSError, TrainerError):  # the exit code is worth more than its note
+        process.end(
+            config.output_dir, supervisor=supervisor, exit_code=exit_code, cause="", problems=problems
+        )
 
 
 def _patience(spec: Spec) -> float:

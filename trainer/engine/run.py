@@ -47,7 +47,7 @@ from trainer.modeling.storage.shared_memory import peak_bytes
 from trainer.telemetry import locks
 from trainer.telemetry.run_folder import process
 from trainer.telemetry.run_folder.plan import PLAN_FILE
-from trainer.telemetry.rundir import LOCK_FILE
+from trainer.telemetry.rundir import CONFIG_FILE, LOCK_FILE
 from trainer.telemetry.sinks.records import METRICS_LOG, held_out_line, read_metrics
 from trainer.telemetry.status import Phase
 from trainer.words.sizes import GIB
@@ -276,7 +276,7 @@ def _write_run_files(context: Context, spec: Spec, start: resume.Start) -> None:
     process.begin(context.run_dir, supervisor=supervisor, runtime_dir=Path(spec.runtime_dir))
     record = json.dumps(start.fingerprint, indent=1, sort_keys=True) + "\n"
     atomic.write_text(context.run_dir / resume.RUN_FILE, record)
-    config_file = context.run_dir / "config.resolved.yaml"
+    config_file = context.run_dir / CONFIG_FILE
     if not (start.relabels and config_file.is_file()):
         atomic.write_text(config_file, redacted(dump(pinned(context.config, context.source))))
         atomic.write_text(context.run_dir / PLAN_FILE, redacted(spec.plan_text))

@@ -27,16 +27,17 @@ def request(
     facts: Facts,
     known: Sequence[GpuUse],
     *,
-    name: str,
+    name: str = "",
     group: str = "",
     on: Sequence[str] = (),
     held: bool = False,
 ) -> Request:
     """The job of a configuration, its values written out: later edits of files change nothing.
 
-    facts, known: this machine and its GPUs. on: GPUs that it must have, by nvidia-smi's numbers or UUIDs, or
-    `cpu`; without it any, as many as `parallel.gpus` says, one for `auto`. Plans the run as if nothing else
-    ran, and raises as `plan_run` where it cannot be done; ConfigError for GPUs that are not there.
+    facts, known: this machine and its GPUs. name: without one the run folder's. on: GPUs that it must have,
+    by nvidia-smi's numbers or UUIDs, or `cpu`; without it any, as many as `parallel.gpus` says, one for
+    `auto`. Plans the run as if nothing else ran, and raises as `plan_run` where it cannot be done;
+    ConfigError for GPUs that are not there.
     """
     asked = loaded.config.parallel.gpus
     gpus = tuple(_uuid(word, known) for word in on)
@@ -54,7 +55,7 @@ def request(
         raise ConfigError(what, where=loaded.sources[KEY], remedy=f"name {asked}, or write {KEY}: auto")
     return Request(
         config=dump(loaded.config, loaded.sources),
-        name=name,
+        name=name or loaded.config.output_dir.absolute().name,
         group=group,
         run=loaded.config.output_dir.absolute(),
         working_folder=Path.cwd(),

@@ -24,8 +24,17 @@ def is_scheduled(folder: Path) -> bool:
     return locks.is_held(folder / _PRESENT) is True
 
 
-def run(queue: Local, tell: Callable[[str], None], *, received: Sequence[object], drain: bool) -> None:
+def run(
+    queue: Local,
+    tell: Callable[[str], None],
+    *,
+    received: Sequence[object],
+    drain: bool = False,
+    stop_runs: bool = False,
+) -> None:
     """Start jobs whose turn it is until a signal is `received`; with `drain` until none waits or runs.
+    With `stop_runs` the runs that were started here then save and end before this returns; they go on by
+    themselves when jobs are started again.
 
     `tell` is told of every start and end, and once of each trouble: what cannot be used now is tried again.
     Raises ConfigError at once for a queue that cannot be used at all.
@@ -49,17 +58,18 @@ def run(queue: Local, tell: Callable[[str], None], *, received: Sequence[object]
             if drain and not trouble and all(state in ENDED | {State.HELD} for state in known.values()):
                 return
             time.sleep(_LOOK_SECONDS)
+        if stop_runs:
+            _stop(queue, tell)
     finally:
         os.close(present)
 
 
-def end_runs(queue: Local) -> None:
-    """Have the runs that this process started save and end, and wait for them; a scheduler goes on with them.
-
-    Where a container ends with its scheduler, they would be killed.
-    """
+def _stop(queue: Local, tell: Callable[[str], None]) -> None:
+    """Ask the runs that this process started to save and end, and wait for them."""
     for watcher in queue.children:
         watcher.terminate()
+    if queue.children:
+        tell("waiting for runs to save")
     for watcher in queue.children:
         watcher.wait()
 

@@ -77,12 +77,16 @@ def answered(run_dir: Path, asked: Request) -> Request | None:
     """Wait for the answer to a request, or to a later one of its order; None where the run ends before."""
     while True:
         found = process.read_process(run_dir)
-        if found is None or not process.is_supervised(found):
-            return None
-        done = [one for one in requests(Path(found.runtime_dir)) if one.step is not None]
+        runs = found is not None and process.is_supervised(found)
+        done = (
+            [] if found is None else requests(Path(found.runtime_dir))
+        )  # its last answers are looked at too
         for one in done:
-            if one.order is asked.order and one.asked_unix_seconds >= asked.asked_unix_seconds:
+            late = one.asked_unix_seconds >= asked.asked_unix_seconds
+            if one.order is asked.order and one.step is not None and late:
                 return one
+        if not runs:
+            return None
         time.sleep(_LOOK_SECONDS)
 
 

@@ -8,11 +8,13 @@ from trainer.errors import ConfigError, Problem
 
 LOCK_FILE = ".lock"
 """Lock file that the process holds which trains in the folder."""
+CONFIG_FILE = "config.resolved.yaml"
+"""The configuration of a run, with what was decided when it began."""
 _FOLDERS = ("checkpoints", "samples")
 """Folders whose entries a run prunes."""
 # fmt: off
 _WRITTEN = frozenset((
-    *_FOLDERS, LOCK_FILE, "before_after.png", "best", "config.resolved.yaml", "left_out.jsonl", "log.jsonl",
+    *_FOLDERS, LOCK_FILE, "before_after.png", "best", CONFIG_FILE, "left_out.jsonl", "log.jsonl",
     "lora", "metrics.jsonl", "model", "plan.json", "process.json", "run.json", "tensorboard", "wandb",
     "wandb.id",
 ))

@@ -17,13 +17,13 @@ from trainer.files import atomic
 from trainer.telemetry import control
 from trainer.telemetry.run_folder import results
 from trainer.telemetry.run_folder.plan import RecordedPlan, read_plan
-from trainer.telemetry.run_folder.process import PROCESS_FILE, End, Process, end_of, is_running, read_process
+from trainer.telemetry.run_folder.process import End, Process, end_of, is_running, is_supervised, read_process
 from trainer.telemetry.run_folder.results import Checkpoint, Sample, SavedFile
+from trainer.telemetry.rundir import CONFIG_FILE as CONFIG_FILE
 from trainer.telemetry.sinks.records import METRICS_LOG, SCORES, held_out_line, read_lines
 from trainer.telemetry.status import Phase, Status, Verdict, read_ranks, verdict_of_ranks
 from trainer.words.sizes import GIB
 
-CONFIG_FILE = "config.resolved.yaml"
 _OF_STEPS = frozenset({Phase.FIRST_STEP, Phase.TRAIN, Phase.SAVE})
 """Phases whose heartbeat counts optimizer steps."""
 _DEEPEST = 3
@@ -135,8 +135,11 @@ def find_runs(folder: Path, tell: Callable[[str], None]) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """True if a run wrote into this folder. Raises PermissionError where that may not be asked."""
-    return (folder / CONFIG_FILE).is_file() or (folder / PROCESS_FILE).is_file()
+    """True if a run wrote into this folder, or was refused in it.
+
+    Raises PermissionError where that may not be asked.
+    """
+    return (folder / CONFIG_FILE).is_file() or read_process(folder) is not None
 
 
 def _below(folder: Path, depth: int, tell: Callable[[str], None]) -> list[Path]:
@@ -201,8 +204,10 @@ def _config(folder: Path) -> dict[str, str]:
 
 
 def _statuses(process: Process) -> list[Status | None]:
-    """Heartbeats of a running process's ranks; none where its runtime folder is not seen from here."""
-    found = read_ranks(Path(process.runtime_dir)) if process.runtime_dir else []
+    """Heartbeats of a running process's ranks; none where its runtime folder is not seen from here, or is
+    another run's by now.
+    """
+    found = read_ranks(Path(process.runtime_dir)) if is_supervised(process) else []
     return found if any(one is not None for one in found) else []
 
 
@@ -213,6 +218,8 @@ def _series(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, flo
 def _rounds(rows: Sequence[Mapping[str, float]]) -> dict[int, dict[str, float]]:
     found: dict[int, dict[str, float]] = {}
     for row in rows:
+        if "validation_loss" not in row and "score_data" not in row:
+            continue
         values = {name: row[name] for name in ("validation_loss", *SCORES) if row.get(name) is not None}
         if values:
             found.setdefault(int(row["step"]), {}).update(values)

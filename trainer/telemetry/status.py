@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config.secrets import redacted
-from trainer.errors import MEANING, ExitCode, StorageError
+from trainer.errors import ExitCode, StorageError, meaning
 from trainer.files import atomic
 from trainer.telemetry import locks
 
@@ -314,9 +314,8 @@ def verdict(status: Status | None, now: float, *, scale: float = 1.0) -> Verdict
     code, where = status.exit_code, f"phase {status.phase}"
     if status.step is not None:
         where += f" {status.step}" if status.total is None else f" {status.step}/{status.total}"
-    if code not in (None, ExitCode.OK):
-        meaning = status.cause or next((MEANING[known] for known in ExitCode if known == code), "unexpected")
-        return Verdict(reason=f"ended with exit code {code} in {where}: {meaning}")
+    if code is not None and code != ExitCode.OK:
+        return Verdict(reason=f"ended with exit code {code} in {where}: {status.cause or meaning(code)}")
     budget = budget_seconds(status, scale=scale)
     if budget is None or code == ExitCode.OK:
         early = f": {status.early_stop}" if status.early_stop else ""

@@ -19,6 +19,7 @@ from pathlib import Path
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from trainer.ui.studio import UnknownIdError
 
@@ -168,18 +169,33 @@ async def events(
         await asyncio.sleep(_LOOK_SECONDS)
 
 
+class _EventResponse(StreamingResponse):
+    """A stream that ends as soon as the browser leaves: a silent one would be found out at its next event."""
+
+    def __init__(self, content: AsyncIterator[bytes], left: Callable[[], None]) -> None:
+        super().__init__(content, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+        self._left = left
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tasks = [
+            asyncio.create_task(self.listen_for_disconnect(receive)),
+            asyncio.create_task(self.stream_response(send)),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._left()  # before what a thread still renders: the next page asks for its seat at once
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            task.result()  # an error of the stream is told
+
+
 def streamed(request: Request, events: AsyncIterator[bytes]) -> Response:
     """A response of events, which takes a seat of the session until the browser leaves: 429 without one."""
     seats: Seats = request.app.state.seats
     session = request.state.session.key
     if not seats.take(session):
         return PlainTextResponse("too many pages of this studio are open\n", status_code=429)
-
-    async def seated() -> AsyncIterator[bytes]:
-        try:
-            async for one in events:
-                yield one
-        finally:
-            seats.leave(session)
-
-    return StreamingResponse(seated(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+    return _EventResponse(events, lambda: seats.leave(session))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -167,6 +168,56 @@ def test_errors_become_text(capsys: pytest.CaptureFixture[str]) -> None:
         "error: bad data, 2 problems (exit code 65)\na.png: broken\n    -> save it again\nworse\n"
     )
     assert error_text(DataError("broken", where="a.png")) == "error: bad data (exit code 65)\na.png: broken"
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "where"),
+    [
+        (["--json", "plan", "nowhere.yaml"], "no such file", "nowhere.yaml"),
+        (["plan", "nowhere.yaml", "--json"], "no such file", "nowhere.yaml"),
+        (["--json", "plam"], "No such command 'plam'. Did you mean 'plan'?", "trainer"),
+        (["--json", "train"], "Missing argument 'CONFIG...'.", "trainer train"),
+        (["--json", "train", "--lora-rank", "4"], "trainer train has no such option", "--lora-rank"),
+        (["--json", "--what"], "trainer has no such option", "--what"),
+    ],
+)
+def test_errors_are_data_where_they_are_asked_for_so(
+    words: list[str], what: str, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 78
+    out, err = capsys.readouterr()
+    assert what in err, "and text as always"
+    (line,) = out.splitlines()
+    told = json.loads(line)["error"]
+    assert (told["exit_code"], told["meaning"]) == (78, "bad configuration")
+    (problem,) = told["problems"]
+    assert (problem["what"], problem["where"]) == (what, where) and problem["remedy"]
+
+
+@pytest.mark.parametrize("words", [["plan", "nowhere.yaml"], ["compare", "--json", "t.json", "nowhere.yaml"]])
+def test_without_being_asked_stdout_stays_empty(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 78
+    assert capsys.readouterr().out == ""
+
+
+def test_errors_as_data_have_no_secrets_and_every_problem(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @click.group()
+    @click.option("--json", is_flag=True)
+    def tool(json: bool) -> None:
+        pass
+
+    @tool.command()
+    def fails() -> None:
+        raise DataError([Problem(what="secret-of-the-hub", where="a\x1b.png"), Problem(what="worse")])
+
+    monkeypatch.setenv("HF_TOKEN", "secret-of-the-hub")
+    assert run(tool, ["--json", "fails"]) == 65
+    assert json.loads(capsys.readouterr().out)["error"]["problems"] == [
+        {"what": "<redacted>", "where": "a\x1b.png", "remedy": ""},
+        {"what": "worse", "where": "", "remedy": ""},
+    ]
 
 
 def test_our_own_bugs_keep_their_traceback() -> None:

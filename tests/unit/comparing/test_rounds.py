@@ -266,7 +266,10 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "signum",
+    [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGINT, signal.SIGKILL))],
+)
 def test_a_comparison_that_is_stopped_ends_its_run(bench: Bench, signum: signal.Signals) -> None:
     """Asked to end it prints what is there and leaves nothing behind; killed it leaves no process behind."""
     bench.runs["round-2-B"] = {"slow": 0.5}

@@ -154,7 +154,7 @@ def test_the_environment_fits_the_profile(profile: str) -> None:
         unified if PROFILES[profile].match.integrated else {}
     )
     known = {variable.name for variable in environment.VARIABLES}
-    known |= {f"{secret}_FILE" for secret in appliance.SECRETS}
+    known |= set(appliance.SECRET_FILES)
     assert set(variables) <= known
     assert not set(variables) & set(appliance.IMAGE_ENVIRONMENT), "the image has set it"
     for name, value in variables.items():
@@ -219,14 +219,15 @@ def test_only_the_loopback_address_can_ask_for_metrics(profile: str) -> None:
 def test_a_token_comes_from_a_file_and_may_be_missing(profile: str) -> None:
     service, files = services(profile)["trainer"], load(f"{profile}.yaml")["secrets"]
     assert set(service["secrets"]) == set(files)
-    assert len(files) == len(appliance.SECRETS)
-    for name in appliance.SECRETS:
-        folder, _, secret = service["environment"][f"{name}_FILE"].rpartition("/")
+    assert len(files) == len(appliance.SECRET_FILES)
+    for name in appliance.SECRET_FILES:
+        folder, _, secret = service["environment"][name].rpartition("/")
         assert folder == "/run/secrets" and secret in service["secrets"]
-        assert name not in service["environment"], "`docker inspect` shows the environment"
+        plain = name.removesuffix("_FILE")
+        assert plain not in service["environment"], "`docker inspect` shows the environment"
         default = COMPOSE / interpolated(files[secret]["file"], {})
         assert default.read_bytes() == b"", "no token is an empty file"
-        assert interpolated(files[secret]["file"], {f"{name}_FILE": "/a/token"}) == "/a/token"
+        assert interpolated(files[secret]["file"], {name: "/a/token"}) == "/a/token"
 
 
 def assert_confined(service: Node) -> None:

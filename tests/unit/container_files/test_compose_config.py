@@ -87,10 +87,9 @@ def test_what_is_handed_in_is_listed_and_nothing_that_means_another_place_inside
     assert names <= known
     assert not names & {*appliance.IMAGE_ENVIRONMENT, *appliance.SECRETS}
     # the rest: folders, files and interfaces, which are others in a container, secrets, what launchers in it
-    # set, and the port, that has its own
+    # and the queue set for their own runs, and the port, that has its own
     rest = known - names - appliance.IMAGE_ENVIRONMENT.keys() - {*launchers.VARIABLES}
     elsewhere = re.compile(r"_(DIR|PATH|FILE|FACTS|CACHE|HOME|KEY|TOKEN|IFNAME)$")
-    # and the number of a job, which the queue gives to its own runs
     assert {one for one in rest if not elsewhere.search(one)} == {"TRAINER_METRICS_PORT", "TRAINER_QUEUE_JOB"}
 
 

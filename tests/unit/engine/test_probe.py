@@ -312,6 +312,7 @@ def test_a_kernel_that_works_in_its_process(flash_attn: Callable[..., KernelVerd
     assert found.relative_error is not None and found.relative_error < 1e-5
 
 
+@pytest.mark.slow
 def test_a_kernel_that_reads_ahead(flash_attn: Callable[..., KernelVerdict]) -> None:
     shape = dataclasses.replace(SHAPE, heads=4, key_heads=1, causal=True)
     grouped = RIGHT.replace("(q, k, v)", "(q, k, v, is_causal=causal, enable_gqa=True)")

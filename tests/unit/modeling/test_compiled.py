@@ -85,6 +85,7 @@ def test_compiled_blocks_compute_what_eager_ones_do(
     assert 2 <= counts[0] <= 4 and counts[1] == counts[0]
 
 
+@pytest.mark.slow
 def test_another_size_costs_a_few_graphs_once() -> None:
     """The second size makes lengths symbols; a third one finds them."""
     made = fast()
@@ -217,6 +218,7 @@ def recomputing(count: int, *, inside: bool, depth: dict[str, int] = DEPTH) -> C
     return made
 
 
+@pytest.mark.slow
 def test_blocks_that_are_recomputed_in_their_graph_give_the_same_gradients() -> None:
     """Beside others that keep everything, with graphs of their own."""
     wanted_output, wanted = case("flux1_dev", changes=DEPTH).gradients()
@@ -231,6 +233,7 @@ def test_blocks_that_are_recomputed_in_their_graph_give_the_same_gradients() -> 
     assert kept[0] < 0.6 * kept[1]
 
 
+@pytest.mark.slow
 def test_one_block_more_that_is_recomputed_keeps_its_input_alone() -> None:
     inputs: list[int] = []
     plain = case("flux1_dev", changes=SHORT)
@@ -246,6 +249,7 @@ def test_one_block_more_that_is_recomputed_keeps_its_input_alone() -> None:
     assert kept[1] - kept[0] == sum(inputs) > 0
 
 
+@pytest.mark.slow
 def test_what_nothing_waits_for_is_not_computed_again() -> None:
     """A block's last product, which checkpointing from outside repeats: fewer products in all."""
     operations = []
@@ -297,6 +301,7 @@ def few(budget: float = 1.0, recomputed: int = 0) -> tuple[Case, list[str]]:
     return made, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1.0, 0.4])
 def test_shapes_beyond_the_limit_run_as_they_are_written(
     budget: float, monkeypatch: pytest.MonkeyPatch
@@ -316,6 +321,7 @@ def test_shapes_beyond_the_limit_run_as_they_are_written(
     assert len(said) == 1 and "compiled 4 times" in said[0]
 
 
+@pytest.mark.slow
 def test_beyond_the_limit_blocks_that_kept_a_part_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "MOST_COMPILED", 2)
     kept = []
@@ -331,6 +337,7 @@ def test_beyond_the_limit_blocks_that_kept_a_part_are_recomputed(monkeypatch: py
     assert kept[1] < 0.5 * kept[0]
 
 
+@pytest.mark.slow
 def test_both_classes_of_a_kind_have_room_below_the_limit_and_keep_little_beyond(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -357,6 +357,7 @@ def test_a_fused_model_is_the_plain_one_once_its_lora_is_gone() -> None:
     assert difference(gradients_again, gradients) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", STORAGES)
 def test_blocks_compile_as_one_graph_each(storage: Storage) -> None:
     plain, one = fused(storage, joined=True), fused(storage, joined=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.scoring_models import write_clip
 from tests.unit.modeling.fake_hub import COMMIT, REPOSITORY, FakeHub
 from trainer.cli import main
 from trainer.errors import ExitCode
@@ -71,3 +72,18 @@ def test_a_base_of_another_family_is_told(
     model = ["--set", f"model.pretrained_model_name_or_path={tiny_flux1_dev}"]
     assert main(["fetch", str(config_file), *model, "--set", "family=kandinsky5"]) == ExitCode.BAD_CONFIG
     assert "write `family: flux1_dev`" in capsys.readouterr().err
+
+
+def test_models_of_metrics_are_fetched_too(
+    fake_hub: FakeHub, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clip, metrics = write_clip(tmp_path / "clip"), ["--set", "validation.metrics=[clip_t]"]
+    prompts = ["--set", "validation.prompts=[a red disc]"]
+    arguments = ["fetch", str(config_file), *metrics, *prompts]
+    assert main([*arguments, "--set", f"validation.clip_model={clip}"]) == 0
+    assert f"clip        {clip}\n" in capsys.readouterr().out
+    assert main([*arguments, "--set", f"validation.clip_model={tmp_path}/none"]) == ExitCode.BAD_CONFIG
+    assert "validation.clip_model" in capsys.readouterr().err
+    # the hub has one repository, and that is no CLIP: it is downloaded, then refused
+    assert main([*arguments, "--set", f"validation.clip_model={REPOSITORY}"]) == ExitCode.NO_ACCESS
+    assert "validation.clip_model" in capsys.readouterr().err

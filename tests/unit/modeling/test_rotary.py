@@ -240,6 +240,7 @@ def fast(one: Case) -> Case:
     return one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", LAYERS)
 def test_compiled_blocks_are_one_graph_a_kind(family: str) -> None:
     plain, one = pair(family)

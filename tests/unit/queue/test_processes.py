@@ -24,7 +24,7 @@ from trainer.queue.launcher import CPU, State
 from trainer.queue.local import Local
 from trainer.telemetry import locks
 from trainer.telemetry.locks import is_alive
-from trainer.telemetry.status import Phase, Status, read_status
+from trainer.telemetry.status import Phase, Status, StatusWriter, read_status, write_end
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 60.0
@@ -69,9 +69,11 @@ import sys
 from pathlib import Path
 from trainer.queue import scheduler
 from trainer.queue.local import Local
+from trainer.telemetry.supervising.signals import collected
 
-queue = Local(folder=Path(sys.argv[1]), gpus=tuple, command=sys.argv[2:])
-scheduler.run(queue, print, received=(), drain=False)
+queue = Local(folder=Path(sys.argv[1]), gpus=tuple, command=sys.argv[3:])
+with collected() as received:
+    scheduler.run(queue, print, received=received, stop_runs=sys.argv[2] == "stop")
 """
 
 
@@ -169,7 +171,7 @@ def test_runs_outlive_a_killed_scheduler(tmp_path: Path) -> None:
     folder = tmp_path / "queue"
     queue = Local(folder=folder, gpus=tuple, command=COMMAND)
     queue.submit([wanted("cats", (CPU,))])
-    command = [sys.executable, "-c", SCHEDULER, str(folder), *COMMAND]
+    command = [sys.executable, "-c", SCHEDULER, str(folder), "leave", *COMMAND]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as scheduler:
         found = pids(queue, "1")
         scheduler.kill()
@@ -178,6 +180,30 @@ def test_runs_outlive_a_killed_scheduler(tmp_path: Path) -> None:
     queue.stop("1")  # nobody needs the scheduler for that
     wait_for_state(queue, "1", State.HELD)
     assert not is_alive(found.child)
+
+
+@pytest.mark.parametrize("choice", ["stop", "leave"])
+def test_a_scheduler_that_is_asked_to_end_leaves_its_runs_or_has_them_save(
+    tmp_path: Path, choice: str
+) -> None:
+    folder = tmp_path / "queue"
+    queue = Local(folder=folder, gpus=tuple, command=COMMAND)
+    queue.submit([wanted("cats", (CPU,))])
+    command = [sys.executable, "-c", SCHEDULER, str(folder), choice, *COMMAND]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as scheduler:
+        found = pids(queue, "1")
+        scheduler.terminate()
+        told, _ = scheduler.communicate()
+    assert scheduler.returncode == 0
+    if choice == "stop":
+        assert "waiting for runs to save" in told
+        assert not is_alive(found.child)
+        assert (runtime(queue, "1") / "saved").exists()
+        assert "goes on by itself" in queue.state("1").words
+        return
+    assert queue.state("1").state is State.RUNNING
+    queue.stop("1")
+    wait_for_state(queue, "1", State.HELD)
 
 
 def test_a_killed_watcher_has_the_run_save(real: Local) -> None:
@@ -258,7 +284,7 @@ def test_a_run_that_is_stopped_before_it_listens_is_held(real: Local, tmp_path: 
 
 
 def test_a_run_that_plans_is_alive_without_its_watcher(real: Local) -> None:
-    """It has no runtime folder yet, and does not listen."""
+    """It has written no status yet, and does not listen; a status that is there is an earlier start's."""
     script = """
 import os, signal, time
 from pathlib import Path
@@ -269,6 +295,8 @@ while not (Path(os.environ["TRAINER_RUNTIME_DIR"]) / "end").exists():
 """
     real.command = (sys.executable, "-c", script)
     real.submit([wanted("cats", (CPU,)), wanted("dogs", (CPU,))])
+    StatusWriter(runtime(real, "1")).beat(Phase.TRAIN)
+    write_end(runtime(real, "1"), exit_code=0, cause="")
     real.start_due()
     wait_for(lambda: real.log("1") or None)
     for watcher in real.children:
@@ -312,7 +340,7 @@ def test_a_scheduler_of_a_container_ends_with_runs_that_have_saved(tmp_path: Pat
             (runtime(queue, "1") / "saved").unlink(missing_ok=True)
             scheduler.send_signal(signal.SIGTERM)
             _, said = scheduler.communicate(timeout=PATIENCE_SECONDS)
-        assert scheduler.returncode == 0 and said.endswith("runs save and end\n")
+        assert scheduler.returncode == 0 and "waiting for runs to save\n" in said
         assert not any(map(is_alive, dataclasses.astuple(found)))
         assert (runtime(queue, "1") / "saved").exists()
         seen = queue.state("1")

@@ -110,10 +110,16 @@ def test_a_run_is_asked_by_its_folder(training: Path, capsys: pytest.CaptureFixt
 
 
 def test_waiting_ends_with_the_run(training: Path) -> None:
-    asked = control.ask(training, Order.SAVE)
+    first, asked = control.ask(training, Order.SAVE), control.ask(training, Order.STOP)
+    control.answer(training.parent / "runtime", Order.SAVE, step=3, done="saved")
     record = json.loads((training / "process.json").read_text())
     (training / "process.json").write_text(json.dumps({**record, "supervisor": os.getpid() + 1}))
     assert control.answered(training, asked) is None
+    control.put(training.parent / "runtime", Order.SAVE)
+    control.take(training.parent / "runtime", BETWEEN_STEPS)
+    control.answer(training.parent / "runtime", Order.SAVE, step=4, done="saved")
+    last = control.answered(training, first)
+    assert last is not None and last.step == 4, "an answer that came before the end counts"
 
 
 def test_without_a_run_there_is_nobody_to_ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

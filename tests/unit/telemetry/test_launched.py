@@ -22,7 +22,8 @@ DEAF = CHILD.replace("flag.install()", "import signal; signal.signal(signal.SIGT
 """A child as one that sits in an exchange."""
 AGREED = CHILD.replace(
     "        sys.exit(flag.requested)",
-    """        parts = [rank_folder(folder.parent if rank else folder, one) for one in range(int(os.environ["RANKS"]))]
+    """        run = folder.parent if rank else folder
+        parts = [rank_folder(run, one) for one in range(int(os.environ["RANKS"]))]
         while not all((part / "saved").exists() for part in parts):
             time.sleep(0.02)
         sys.exit(flag.requested)""",

@@ -97,7 +97,7 @@ def test_an_end_says_its_exit_code_and_what_it_means(run_dir: Path, runtime: Pat
     process.end(run_dir, supervisor=os.getpid(), exit_code=code, cause=cause, problems=problems)
     end = read_run(run_dir).end
     assert end is not None and end.exit_code == code and end.problems == problems
-    assert end.meaning == dict(MEANING).get(code, "ended unexpectedly")  # type: ignore[call-overload]
+    assert end.meaning == dict(MEANING).get(code, "unexpected")  # type: ignore[call-overload]
     assert end.cause == (cause or (PROBLEM.what if problems else ""))
 
 
@@ -140,6 +140,14 @@ def test_a_first_attempt_that_was_refused_is_a_run_with_an_end(tmp_path: Path) -
     run = read_run(folder)
     assert (run.state, run.config, run.step) == (State.BEGUN, {}, 0)
     assert run.end is not None and (run.end.exit_code, run.end.problems) == (65, (PROBLEM,))
+    process.end(folder, supervisor=8, exit_code=78, cause="", problems=())
+    end = read_run(folder).end
+    assert end is not None and end.exit_code == 78, "the last refusal is the one to tell"
+
+
+def test_a_run_of_an_older_version_is_not_what_a_refused_attempt_says(run_dir: Path) -> None:
+    process.end(run_dir, supervisor=7, exit_code=78, cause="", problems=(PROBLEM,))
+    assert read_run(run_dir).end is None
 
 
 def test_secrets_are_not_recorded(run_dir: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +166,10 @@ def test_secrets_are_not_recorded(run_dir: Path, runtime: Path, monkeypatch: pyt
         {"exit_code": "0"},
         {"runtime_dir": 3},
         {"more": 1},
+        {"exit_code": float("nan")},
+        {"started_unix_seconds": float("inf")},
+        {"runtime_dir": "a\0b"},
+        {"runtime_dir": "\ud800"},
         {"problems": [3, {"what": 4}, {"where": "x"}]},
         {"problems": 3},
     ],

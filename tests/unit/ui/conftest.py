@@ -12,11 +12,14 @@ from starlette.testclient import TestClient
 from trainer.ui.app import create_app
 from trainer.ui.studio import Studio
 
+MACHINE = Path(__file__).resolve().parents[2] / "golden/machines/cpu.json"
 ORIGIN = "http://127.0.0.1:8660"
 
 
 @pytest.fixture
-def studio(tmp_path: Path) -> Studio:
+def studio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Studio:
+    monkeypatch.setenv("TRAINER_QUEUE_DIR", str(tmp_path / "queue"))
+    monkeypatch.setenv("TRAINER_FACTS", str(MACHINE))
     roots = {name: tmp_path / name for name in ("runs", "data", "models", "runtime")}
     for root in roots.values():
         root.mkdir()

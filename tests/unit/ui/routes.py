@@ -18,6 +18,7 @@ def fill(studio: Studio) -> dict[str, str]:
     folder = made.make_run(studio.runs / "cats", done=20)
     made.samples(folder, 10, [Image.new("RGB", (64, 64), "navy")], ["a cat"])
     return {
+        "job": "1",
         "run": identifier(studio.runs, folder),
         "step": "10",
         "number": "0",

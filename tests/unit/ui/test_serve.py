@@ -8,15 +8,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
 
+import trainer
 from trainer.errors import ConfigError
 from trainer.telemetry import locks
 from trainer.ui.access import Access
+from trainer.ui.page import STATIC, TEMPLATES
 from trainer.ui.serve import LOCK_FILE, greeting, is_everywhere, is_loopback, named, serve
 from trainer.ui.studio import Studio
 
@@ -100,3 +103,13 @@ def test_a_missing_extra_is_told_with_the_command_that_installs_it(tmp_path: Pat
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 78
     assert "starlette is not installed" in done.stderr and ".[ui]" in done.stderr
+
+
+def test_a_wheel_has_every_template_and_static_file() -> None:
+    """By the globs of package-data, as setuptools takes them."""
+    root = Path(trainer.__file__).parent
+    project = tomllib.loads((root.parent / "pyproject.toml").read_text())
+    globs = project["tool"]["setuptools"]["package-data"]["trainer"]
+    packed = {path for pattern in globs for path in root.glob(pattern) if path.is_file()}
+    needed = {path for folder in (TEMPLATES, STATIC) for path in folder.rglob("*") if path.is_file()}
+    assert len(needed) > 15 and needed <= packed

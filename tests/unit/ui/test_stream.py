@@ -7,13 +7,17 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
 
 from tests.unit.ui import made
 from trainer.telemetry.sinks.records import MetricsLog, read_metrics
 from trainer.ui import stream
 from trainer.ui.stream import COLUMNS, START, Seats, events, lines_after, place_from, points
+from trainer.ui.studio import Studio, identifier
 
 
 def all_after(path: Path, place: stream.Place) -> tuple[list[bytes], stream.Place, bool]:
@@ -138,3 +142,39 @@ def test_a_session_has_its_seats_and_no_more() -> None:
     assert seats.take("b"), "another session has its own"
     seats.leave("a")
     assert seats.take("a") and not seats.take("a")
+
+
+def test_a_stream_ends_and_leaves_its_seat_when_the_browser_does(
+    client: TestClient, app: Starlette, studio: Studio
+) -> None:
+    """S12: a silent stream too, at once: its server has nothing to send for a while."""
+    folder = made.make_run(studio.runs / "cats", done=30)
+    path = f"/runs/{identifier(studio.runs, folder)}/stream"
+    cookie = "; ".join(f"{name}={value}" for name, value in client.cookies.items())
+    headers = [(b"host", b"127.0.0.1"), (b"cookie", cookie.encode())]
+    scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": headers,
+             "http_version": "1.1", "scheme": "http", "asgi": {"spec_version": "2.4"}}  # fmt: skip
+
+    async def asked() -> list[int]:
+        """Take every seat and one more, then leave all of them."""
+        left, sent = asyncio.Event(), list[dict[str, Any]]()
+        full = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+            if len([one for one in sent if one["type"] == "http.response.start"]) == stream.MOST_STREAMS:
+                full.set()
+
+        streams = [asyncio.create_task(app(dict(scope), receive, send)) for _ in range(stream.MOST_STREAMS)]  # type: ignore[arg-type]
+        await full.wait()
+        await app(dict(scope), receive, send)  # type: ignore[arg-type]
+        left.set()
+        await asyncio.gather(*streams)
+        return [one["status"] for one in sent if one["type"] == "http.response.start"]
+
+    assert asyncio.run(asked()) == [200] * stream.MOST_STREAMS + [429]
+    assert not app.state.seats._taken

@@ -11,28 +11,39 @@ import pytest
 
 from trainer.ui.page import STATIC, TEMPLATES
 
-VENDOR = STATIC / "vendor"
-LINES = [line.split() for line in (VENDOR / "VENDOR").read_text().splitlines() if line and line[0] != "#"]
-FILES = {words[1]: words[2] for words in LINES if words[0] == "file"}
-PACKAGES = [words[1:] for words in LINES if words[0] == "package"]
+FOLDERS = (STATIC / "vendor", Path(__file__).resolve().parents[2] / "browser/vendor")
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_vendored_file_has_its_hash(name: str) -> None:
-    digest = hashlib.sha512((VENDOR / name).read_bytes()).digest()
-    assert f"sha512-{base64.b64encode(digest).decode()}" == FILES[name]
+def listed(folder: Path, word: str) -> list[list[str]]:
+    lines = (
+        line.split() for line in (folder / "VENDOR").read_text().splitlines() if line[:1] not in ("", "#")
+    )
+    return [words[1:] for words in lines if words[0] == word]
+
+
+FILES = [(folder / name, digest) for folder in FOLDERS for name, digest, _ in listed(folder, "file")]
+PACKAGES = [words for folder in FOLDERS for words in listed(folder, "package")]
+
+
+@pytest.mark.parametrize(("path", "wanted"), FILES, ids=[path.name for path, _ in FILES])
+def test_a_vendored_file_has_its_hash(path: Path, wanted: str) -> None:
+    digest = hashlib.sha512(path.read_bytes()).digest()
+    assert f"sha512-{base64.b64encode(digest).decode()}" == wanted
 
 
 def test_every_vendored_file_is_listed_and_every_package_brings_its_licence() -> None:
-    assert {path.name for path in VENDOR.iterdir()} == {*FILES, "VENDOR"}
-    assert [(name, version, licence) for name, version, licence, _ in PACKAGES] == [
+    found = {path for folder in FOLDERS for path in folder.iterdir() if path.name != "VENDOR"}
+    assert found == {path for path, _ in FILES}
+    assert [tuple(words[:3]) for words in PACKAGES] == [
         ("htmx.org", "4.0.1", "0BSD"),
         ("uplot", "1.6.32", "MIT"),
+        ("axe-core", "4.14.1", "MPL-2.0"),
     ]
-    for words in PACKAGES:
-        assert re.fullmatch(r"sha512-[A-Za-z0-9+/]{86}==", words[3])
-    assert "Zero-Clause BSD" in (VENDOR / "htmx-LICENSE.txt").read_text()
-    assert "MIT License" in (VENDOR / "uPlot-LICENSE.txt").read_text()
+    assert all(re.fullmatch(r"sha512-[A-Za-z0-9+/]{86}==", words[3]) for words in PACKAGES)
+    texts = {path.name: path.read_text() for path, _ in FILES if "LICENSE" in path.name}
+    assert "Zero-Clause BSD" in texts["htmx-LICENSE.txt"]
+    assert "MIT License" in texts["uPlot-LICENSE.txt"]
+    assert "Mozilla Public License" in texts["axe-LICENSE.txt"]
 
 
 def test_no_template_and_no_script_names_another_address() -> None:

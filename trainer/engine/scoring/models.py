@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from trainer.config.schema import ValidationSection
 from trainer.errors import AccessError, ConfigError
 from trainer.files.weight_files import weight_files
 from trainer.modeling.base import hub
@@ -24,6 +25,8 @@ Kind = Literal["clip", "dinov2"]
 _TYPES: dict[Kind, tuple[str, ...]] = {"clip": ("clip",), "dinov2": ("dinov2", "dinov2_with_registers")}
 """Types of models by their config.json."""
 _TITLES: dict[Kind, str] = {"clip": "CLIP", "dinov2": "DINOv2"}
+OF_CLIP = frozenset({"clip_t"})
+"""Metrics of CLIP's features; all others are of DINOv2's."""
 _BATCH = 8
 
 
@@ -50,9 +53,11 @@ def resolve(
     key: str,
     *,
     download: bool = True,
+    on_start: Callable[[hub.Download], None] | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> ScoringModel:
     """The model of a folder, or of a repository of the hub, downloaded where it is not here and `download`.
+    `on_start` and `on_bytes` are those of `hub.download`.
 
     Raises ConfigError for a path that does not exist, AccessError for a model that is incomplete, of another
     kind, or may not be downloaded, NoSpaceError.
@@ -76,9 +81,30 @@ def resolve(
                 remedy=f"download it where there is network and with this HF_HOME, or name a folder of a"
                 f" {_TITLES[kind]} model",
             )
-        folder = hub.download(name, None, [*CONFIG_FILES, WEIGHT_FILE], on_bytes=on_bytes, key=key)
+        files = [*CONFIG_FILES, WEIGHT_FILE]
+        folder = hub.download(name, None, files, on_start=on_start, on_bytes=on_bytes, key=key)
     _require_model(kind, folder, key)
     return ScoringModel(kind=kind, folder=folder, name=name, key=key)
+
+
+def models_of(
+    validation: ValidationSection,
+    *,
+    download: bool = True,
+    on_start: Callable[[hub.Download], None] | None = None,
+    on_bytes: Callable[[int, int], None] | None = None,
+) -> dict[Kind, ScoringModel]:
+    """The models that `validation.metrics` takes features from, as `resolve` finds them; raises as it."""
+    metrics = set(validation.metrics)
+    names: dict[Kind, tuple[str, str]] = {}
+    if metrics & OF_CLIP:
+        names["clip"] = (validation.clip_model, "validation.clip_model")
+    if metrics - OF_CLIP:
+        names["dinov2"] = (validation.dinov2_model, "validation.dinov2_model")
+    return {
+        kind: resolve(kind, *name, download=download, on_start=on_start, on_bytes=on_bytes)
+        for kind, name in names.items()
+    }
 
 
 def _require_model(kind: Kind, folder: Path, key: str) -> None:

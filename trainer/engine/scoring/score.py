@@ -15,11 +15,9 @@ from torch import Tensor
 from trainer.config.value_types import FID_LEAST, KID_LEAST
 from trainer.data.pictures.images import read_image
 from trainer.engine.scoring import measures
-from trainer.engine.scoring.models import Features, ScoringModel, loaded
+from trainer.engine.scoring.models import OF_CLIP, Features, ScoringModel, loaded
 
 METRICS = ("clip_t", "dinov2", "nearest_train", "diversity", "kid", "fid")
-OF_CLIP = frozenset({"clip_t"})
-"""Metrics of CLIP's features; all others are of DINOv2's."""
 OF_TRAINING = frozenset({"dinov2", "nearest_train", "kid", "fid"})
 """Metrics that compare with the training pictures."""
 _LEAST = {"kid": KID_LEAST, "fid": FID_LEAST}

@@ -11,8 +11,8 @@ from trainer.data.records import ImageRecord
 from trainer.engine.caching.entries import Prompt
 from trainer.engine.caching.samples import Samples
 from trainer.engine.context import Context
-from trainer.engine.scoring.models import Kind, ScoringModel, resolve
-from trainer.engine.scoring.score import OF_CLIP, Picture, Scorer, Scores
+from trainer.engine.scoring.models import models_of
+from trainer.engine.scoring.score import Picture, Scorer, Scores
 from trainer.engine.training.preview import preview_path
 from trainer.engine.training.state import Run
 from trainer.errors import DataError
@@ -28,29 +28,17 @@ def make_scorer(context: Context, samples: Samples) -> Scorer | None:
     first.
 
     Models that are not here are downloaded. Raises DataError where the training pictures are too few for a
-    metric, and as `models.resolve`.
+    metric, and as `models.models_of`.
     """
     validation = context.config.validation
     if not validation.metrics or not context.ranks.first:
         return None
-    needs: dict[Kind, bool] = {
-        "clip": not OF_CLIP.isdisjoint(validation.metrics),
-        "dinov2": bool(set(validation.metrics) - OF_CLIP),
-    }
-    names: dict[Kind, tuple[str, str]] = {
-        "clip": (validation.clip_model, "validation.clip_model"),
-        "dinov2": (validation.dinov2_model, "validation.dinov2_model"),
-    }
 
     def on_bytes(done: int, total: int) -> None:
         context.alive(Phase.LOAD)
 
     download = context.config.model.download != "never"
-    models: dict[Kind, ScoringModel] = {
-        kind: resolve(kind, *names[kind], download=download, on_bytes=on_bytes)
-        for kind, needed in needs.items()
-        if needed
-    }
+    models = models_of(validation, download=download, on_bytes=on_bytes)
     scorer = Scorer(
         clip=models.get("clip"),
         dinov2=models.get("dinov2"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.secrets import redacted
-from trainer.errors import MEANING, ExitCode, Problem, TrainerError
+from trainer.errors import Problem, TrainerError, meaning, one_line
 from trainer.files import atomic
 from trainer.telemetry import locks
-from trainer.telemetry.rundir import LOCK_FILE
+from trainer.telemetry.rundir import CONFIG_FILE, LOCK_FILE
 from trainer.telemetry.status import LOCK_FILE as RUNTIME_LOCK
 
 PROCESS_FILE, ERROR_FILE = "process.json", "error.json"
@@ -37,7 +38,7 @@ class Process:
     boot: str
     processes: str
     runtime_dir: str
-    """Folder of its status, metrics and control requests."""
+    """Folder of its status, metrics and control requests; empty for an attempt that was refused."""
     started_unix_seconds: float
     ended_unix_seconds: float | None = None
     """None while it trains, and where nobody was left to record its end; so is the exit code."""
@@ -85,12 +86,13 @@ def begin(run_dir: Path, *, supervisor: int, runtime_dir: Path) -> None:
 def end(run_dir: Path, *, supervisor: int, exit_code: int, cause: str, problems: Sequence[Problem]) -> None:
     """Add the end of the process that this supervisor watched to the folder's record. Raises StorageError.
 
-    Where the run was never accepted, a record is written only if there is none: a folder of another run, or
-    of this one's earlier attempt, keeps its own.
+    An attempt that was refused is recorded only where none was ever accepted: a folder of another run, or of
+    this one's earlier attempt, keeps its record.
     """
     process = read_process(run_dir)
-    if process is None:
-        if not run_dir.is_dir() or (run_dir / PROCESS_FILE).exists() or locks.is_held(run_dir / LOCK_FILE):
+    if process is None or not process.runtime_dir:
+        accepted = (run_dir / CONFIG_FILE).exists() or locks.is_held(run_dir / LOCK_FILE)
+        if accepted or not run_dir.is_dir():
             return
         process = Process(
             supervisor=supervisor, runtime_dir="", started_unix_seconds=time.time(), **locks.place()
@@ -115,14 +117,21 @@ def read_process(run_dir: Path) -> Process | None:
         process = Process(**{**raw, "problems": _problems(raw.get("problems", ()))})
     except TypeError:
         return None
-    texts = (process.boot, process.processes, process.runtime_dir, process.cause)
-    numbers = (process.supervisor, process.started_unix_seconds)
-    optional = (process.ended_unix_seconds, process.exit_code)
-    sound = all(isinstance(text, str) for text in texts) and all(
-        isinstance(number, int | float)
-        for number in (*numbers, *(one for one in optional if one is not None))
+    return process if _is_sound(process) else None
+
+
+def _is_sound(process: Process) -> bool:
+    """True if every value is of its type, and the folder's name could be one: JSON may hold anything."""
+    code, ended = process.exit_code, process.ended_unix_seconds
+    words: tuple[object, ...] = (process.boot, process.processes, process.runtime_dir, process.cause)
+    whole: tuple[object, ...] = (process.supervisor, 0 if code is None else code)
+    times: tuple[object, ...] = (process.started_unix_seconds, 0.0 if ended is None else ended)
+    return (
+        all(isinstance(one, str) for one in words)
+        and all(isinstance(one, int) for one in whole)
+        and all(isinstance(one, int | float) and math.isfinite(one) for one in times)
+        and one_line(process.runtime_dir) == process.runtime_dir
     )
-    return process if sound else None
 
 
 def is_running(run_dir: Path, process: Process | None) -> bool:
@@ -156,11 +165,6 @@ def end_of(process: Process) -> End:
         problems=process.problems,
         unix_seconds=process.ended_unix_seconds,
     )
-
-
-def meaning(exit_code: int) -> str:
-    """An exit code in words."""
-    return next((MEANING[known] for known in ExitCode if known == exit_code), "ended unexpectedly")
 
 
 def write_error(runtime_dir: Path, error: TrainerError) -> None:

@@ -8,12 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.telemetry.rundir import CONFIG_FILE
+
 LORA_FOLDER = "lora"
 """Folder of a LoRA's files: in the run's folder the result's, in a checkpoint's those of its step."""
 _STEP = re.compile(r"step-(\d{6,})")
 _RESULTS = (LORA_FOLDER, "model", "best")
 _RECORDS = (
-    "before_after.png", "samples/strip.png", "config.resolved.yaml", "plan.json", "metrics.jsonl",
+    "before_after.png", "samples/strip.png", CONFIG_FILE, "plan.json", "metrics.jsonl",
     "log.jsonl", "left_out.jsonl", "run.json",
 )  # fmt: skip
 

@@ -256,7 +256,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         return None
-    numbers = (row[name] for name in _NUMBERS if row.get(name) is not None)
+    numbers = (value for name, value in row.items() if name in _NUMBERS and value is not None)
     return row if all(type(value) in (int, float) for value in numbers) else None
 
 

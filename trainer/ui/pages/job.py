@@ -1,4 +1,4 @@
-"""The page of one run, its stream, its pictures and its files."""
+"""The page of one run, its stream, pictures and files, and what it can be asked for."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 from starlette.background import BackgroundTask
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
+from trainer.telemetry import control
+from trainer.telemetry.control import Order
 from trainer.telemetry.run_folder import results
 from trainer.telemetry.sinks.records import METRICS_LOG
 from trainer.ui import stream
@@ -18,6 +22,7 @@ from trainer.ui.opened import open_below, webp
 from trainer.ui.page import part, render
 from trainer.ui.studio import Studio, UnknownIdError, found_by_id
 from trainer.ui.views.job import LEVELS, NUMBERS, job_view
+from trainer.ui.views.queued import resume
 from trainer.ui.views.runs import run_folder
 from trainer.ui.views.state import signature
 
@@ -27,7 +32,7 @@ _CHUNK_BYTES = 1 << 18
 
 
 def routes(studio: Studio) -> Sequence[BaseRoute]:
-    """Routes of a run: page, stream, previews, downloads."""
+    """Routes of a run: page, stream, previews, downloads, orders."""
 
     def show(request: Request) -> Response:
         view = job_view(studio, request.path_params["run"], level=request.query_params.get("log", LEVELS[0]))
@@ -52,6 +57,15 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
             ),
         )
 
+    return [
+        Route("/runs/{run}", show, methods=["GET"]),
+        Route("/runs/{run}/stream", follow, methods=["GET"]),
+        *_files(studio),
+        *_acts(studio),
+    ]
+
+
+def _files(studio: Studio) -> Sequence[BaseRoute]:
     def preview(request: Request) -> Response:
         folder = run_folder(studio, request.path_params["run"])
         side = SIDES.get(request.query_params.get("size", "small"))
@@ -70,10 +84,26 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
         return attachment(open_below(studio.runs, path), path.name)
 
     return [
-        Route("/runs/{run}", show, methods=["GET"]),
-        Route("/runs/{run}/stream", follow, methods=["GET"]),
         Route("/runs/{run}/previews/{step:int}/{number:int}", preview, methods=["GET"]),
         Route("/runs/{run}/files/{file}", download, methods=["GET"]),
+    ]
+
+
+def _acts(studio: Studio) -> Sequence[BaseRoute]:
+    async def ask(request: Request) -> Response:
+        run, order = request.path_params["run"], str((await request.form()).get("order", ""))
+        if order not in list(Order):
+            raise HTTPException(400, "A run can be asked to save, to sample or to stop.")
+        await run_in_threadpool(control.ask, run_folder(studio, run), Order(order))
+        return RedirectResponse(f"/runs/{run}", status_code=303)
+
+    def go_on(request: Request) -> Response:
+        resume(studio, request.path_params["run"])
+        return RedirectResponse("/", status_code=303)
+
+    return [
+        Route("/runs/{run}/ask", ask, methods=["POST"]),
+        Route("/runs/{run}/resume", go_on, methods=["POST"]),
     ]
 
 

@@ -1,16 +1,19 @@
-"""The home page: runs."""
+"""The home page: the queue, and all runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from trainer.ui import stream
 from trainer.ui.page import part, render
 from trainer.ui.studio import Studio
+from trainer.ui.views.queued import WORDS, Act, change_job, queue_view
 from trainer.ui.views.runs import FILTERS, RunsView, run_folders, runs_view
 from trainer.ui.views.state import signature
 
@@ -24,15 +27,29 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
         return runs_view(studio, words=words, shown=shown if shown in FILTERS else FILTERS[0])
 
     def show(request: Request) -> Response:
-        return render(request, "runs.html", view=asked(request), filters=FILTERS)
+        queue = queue_view(studio)
+        return render(request, "runs.html", view=asked(request), queue=queue, words=WORDS, filters=FILTERS)
 
     def follow(request: Request) -> Response:
         return stream.streamed(
             request,
             stream.events(
-                part=lambda: part(request, "_runs.html", view=asked(request)),
-                changed=lambda: [signature(folder) for folder in run_folders(studio)],
+                part=lambda: part(
+                    request, "_home.html", view=asked(request), queue=queue_view(studio), words=WORDS
+                ),
+                changed=lambda: (queue_view(studio), [signature(folder) for folder in run_folders(studio)]),
             ),
         )
 
-    return [Route("/", show, methods=["GET"]), Route("/stream", follow, methods=["GET"])]
+    async def change(request: Request) -> Response:
+        act = str((await request.form()).get("act", ""))
+        if act not in list(Act):
+            raise HTTPException(400, "A job can be moved, held, stopped, or taken off the list.")
+        await run_in_threadpool(change_job, request.path_params["job"], Act(act))
+        return RedirectResponse("/", status_code=303)
+
+    return [
+        Route("/", show, methods=["GET"]),
+        Route("/stream", follow, methods=["GET"]),
+        Route("/queue/{job:int}", change, methods=["POST"]),
+    ]

@@ -8,7 +8,7 @@
   let drawing = 0;
 
   const colour = (element) => getComputedStyle(element).color;
-  const short = (value) => value == null ? "" : String(Number(value.toPrecision(3)));
+  const short = (value) => value == null ? "" : value && Math.abs(value) < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
 
   function column(name, scale) {
     const place = COLUMNS.indexOf(name);

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import ExitCode, Problem
+from trainer.telemetry.control import Request
 from trainer.telemetry.run_folder.plan import PlannedDecision
 from trainer.telemetry.run_folder.results import Sample
-from trainer.telemetry.runs import CONFIG_FILE, Run, read_run
+from trainer.telemetry.rundir import CONFIG_FILE
+from trainer.telemetry.runs import Run, State, read_run
 from trainer.telemetry.status import Phase
 from trainer.ui.opened import tail
 from trainer.ui.studio import Studio, identifier
@@ -125,6 +127,10 @@ class JobView:
     files: tuple[FileView, ...]
     config: str
     damaged_lines: int
+    requests: tuple[Request, ...]
+    """Orders that it was given while it runs, oldest first."""
+    can_be_asked: bool
+    can_resume: bool
 
     @property
     def percent(self) -> int:
@@ -174,14 +180,19 @@ def job_view(studio: Studio, run_id: str, *, level: str = LEVELS[0]) -> JobView:
         ),
         config="\n".join(tail(studio.runs, folder / CONFIG_FILE, _CONFIG_BYTES)),
         damaged_lines=run.damaged_lines,
+        requests=tuple(run.requests),
+        can_be_asked=run.state is State.RUNNING and run.process is not None,
+        can_resume=run.state in (State.RESUMABLE, State.BEGUN),
     )
 
 
 def phases(run: Run) -> tuple[PhaseView, ...]:
-    """The parts of the work: those behind the present one are done; of a run that ended well all are."""
+    """The parts of the work: those behind the present one are done, of a run that ended well all; none where
+    it is not known how far it was.
+    """
     if run.phase is None:
         done = run.end is not None and run.end.exit_code == ExitCode.OK
-        return tuple(PhaseView(word, "done" if done else "next") for _, word in _BAR)
+        return tuple(PhaseView(word, "done") for _, word in _BAR if done)
     now = next((place for place, (names, _) in enumerate(_BAR) if run.phase in names), len(_BAR))
     return tuple(
         PhaseView(word, "done" if place < now else "now" if place == now else "next")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from trainer.errors import ExitCode
 from trainer.telemetry.run_folder.process import PROCESS_FILE, is_running, read_process
-from trainer.telemetry.runs import CONFIG_FILE, Run, State
+from trainer.telemetry.rundir import CONFIG_FILE
+from trainer.telemetry.runs import Run, State
 from trainer.telemetry.sinks.records import METRICS_LOG
 from trainer.telemetry.status import STATUS_FILE, Phase
 

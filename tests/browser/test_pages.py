@@ -1,0 +1,306 @@
+"""A1, A12, A19, A20, A22 and A25 of the pages, in Chromium; A21 is in the fixtures of each."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from playwright.sync_api import BrowserContext, Page
+
+from tests.browser.conftest import ROOT, Full, Running, Watched, logged_in, until
+from tests.unit.ui import made
+from trainer.telemetry import control
+from trainer.telemetry.control import Order
+from trainer.telemetry.sinks.records import MetricsLog, read_metrics
+from trainer.ui.access import FREE_TRIES
+from trainer.ui.studio import identifier
+
+pytestmark = pytest.mark.browser
+
+NewContext = Callable[..., BrowserContext]
+AXE = (Path(__file__).parent / "vendor/axe.min.js").read_text()
+SIZES = {"phone": (360, 740), "tablet": (768, 1024), "desktop": (1440, 900)}
+SCHEMES = ("light", "dark")
+PICTURES = ROOT / "docs/images"
+_WAIT_MS = 60_000
+
+
+def pages(full: Full) -> dict[str, str]:
+    """Path of every page, in each of its states, by name. A new page is a row here."""
+    return {
+        "runs": "/",
+        "runs-none-found": "/?words=nothing+is+called+that",
+        "run-training": full.page_of("portraits"),
+        "run-finished": full.page_of("cyanotype"),
+        "run-stopped": full.page_of("watercolour"),
+        "run-failed": full.page_of("line-art"),
+        "run-lost": full.page_of("cats-rank-32"),
+        "not-found": "/runs/none",
+    }
+
+
+SHOWN = ("runs", "run-training", "run-failed")
+"""Pages whose pictures are in the documents."""
+
+
+def opened(page: Page, url: str) -> None:
+    """Load a page, and wait until its stream has filled it where it has one."""
+    page.goto(url)
+    if page.locator(".charts").count():
+        until(page, "studio.points.length > 0")
+        page.wait_for_selector(".charts canvas", timeout=_WAIT_MS)
+
+
+def test_a_link_opens_a_session_and_leaves_no_token(new_context: NewContext, full: Full) -> None:
+    """A1."""
+    studio = full.studio
+    page = new_context().new_page()
+    page.goto(
+        studio.link or f"{studio.url}/login#token={(studio.runs / '.studio/token').read_text().strip()}"
+    )
+    page.wait_for_url(f"{studio.url}/")
+    assert page.get_by_role("heading", name="Runs", exact=True).is_visible()
+    assert "token" not in page.evaluate(
+        "location.href + document.cookie + document.documentElement.outerHTML"
+    )
+    page.go_back()
+    assert "token=" not in page.url
+
+
+def test_without_a_session_there_is_a_login_and_wrong_tokens_wait(
+    new_context: NewContext, empty: Running, watched: Watched
+) -> None:
+    """A1."""
+    watched.allowed += ["status of 401", "status of 429"]
+    page = new_context().new_page()
+    answer = page.goto(f"{empty.url}/runs/some")
+    assert answer is not None and answer.status == 401
+    for _ in range(FREE_TRIES):
+        page.get_by_label("Token").fill("wrong")
+        page.get_by_role("button", name="Open the studio").click()
+        assert page.get_by_role("alert").inner_text() == "That is not the token of this studio."
+    page.get_by_label("Token").fill((empty.runs / ".studio/token").read_text())
+    page.get_by_role("button", name="Open the studio").click()
+    assert "Too many wrong tokens: wait" in page.get_by_role("alert").inner_text()
+
+
+def test_every_line_is_seen_once_over_reconnects_and_a_resume(
+    new_context: NewContext, start: Callable[..., Running], tmp_path: Path
+) -> None:
+    """A12: a tab that is hidden closes its stream, and asks for the rest when it is seen again."""
+    studio = start(tmp_path)
+    folder = made.make_run(studio.runs / "cats", done=100)
+    with made.running(folder, tmp_path / "rt", step=100, steps=300) as status:
+        page = logged_in(new_context(), studio)
+        opened(page, f"{studio.url}/runs/{identifier(studio.runs, folder)}")
+
+        def steps() -> list[int]:
+            return [row["step"] for row in read_metrics(folder / "metrics.jsonl")]
+
+        def seen() -> list[int]:
+            until(page, f"studio.points.length >= {len(steps())}")
+            return page.evaluate("studio.points.map((row) => row[0])")
+
+        assert seen() == steps()
+        for time in range(3):
+            first = 110 + 30 * time
+            page.evaluate(
+                "Object.defineProperty(document, 'hidden', {configurable: true, value: true});"
+                "document.dispatchEvent(new Event('visibilitychange'))"
+            )
+            until(page, "!document.getElementById('job')._htmx.sse.reader")
+            made.write_metrics(folder, range(first, first + 30, 10))
+            page.evaluate(
+                "Object.defineProperty(document, 'hidden', {configurable: true, value: false});"
+                "document.dispatchEvent(new Event('visibilitychange'))"
+            )
+            assert seen() == steps()
+        log = MetricsLog(folder / "metrics.jsonl")
+        log.truncate_after(100)
+        log.close()
+        made.write_metrics(folder, range(105, 205, 5))
+        until(page, "studio.points.some((row) => row[0] === 200)")
+        until(page, f"studio.points.length === {len(steps())}")
+        assert page.evaluate("studio.points.map((row) => row[0])") == steps()
+        status.beat(made.Phase.SAVE, step=200, total=300)
+        page.wait_for_selector(".state:has-text('saving')", timeout=_WAIT_MS)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pages_fit_and_their_targets_are_large_enough(new_context: NewContext, full: Full, size: str) -> None:
+    """A19: nothing scrolls sideways but what has a bar of its own; targets are 24 by 24 pixels at least, but
+    links inside of a line.
+    """
+    width, height = SIZES[size]
+    page = logged_in(new_context(viewport={"width": width, "height": height}), full.studio)
+    for name, path in pages(full).items():
+        if name == "not-found":
+            continue  # a 404 is an error in the console
+        opened(page, full.studio.url + path)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+        small = page.evaluate(
+            """() => [...document.querySelectorAll("a, button, input, select, summary")]
+                .filter((one) => one.checkVisibility() && !one.closest(".hidden, .skip"))
+                .filter((one) => getComputedStyle(one).display !== "inline")
+                .map((one) => [one.outerHTML.slice(0, 80), one.getBoundingClientRect()])
+                .filter(([, box]) => box.width && (box.width < 24 || box.height < 24))
+                .map(([text, box]) => `${text} ${box.width}x${box.height}`)"""
+        )
+        assert not small, name
+
+
+def findings(page: Page) -> list[str]:
+    """Rules that axe finds broken (WCAG 2.2 AA), and where."""
+    page.evaluate(AXE)
+    tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+    found = page.evaluate("(tags) => axe.run(document, {runOnly: tags}).then((all) => all.violations)", tags)
+    return [
+        f"{one['id']}: {node['html'][:120]} {node['failureSummary'][:300]}"
+        for one in found
+        for node in one["nodes"]
+    ]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_axe_finds_nothing(
+    new_context: NewContext, full: Full, empty: Running, watched: Watched, scheme: str
+) -> None:
+    """A20: every page, full, empty and with errors, and the login."""
+    watched.allowed += ["status of 404"]
+    context = new_context(color_scheme=scheme, viewport={"width": 1440, "height": 900})
+    page = context.new_page()
+    page.goto(f"{full.studio.url}/login")
+    assert not findings(page)
+    page = logged_in(context, full.studio)
+    for name, path in pages(full).items():
+        opened(page, full.studio.url + path)
+        for summary in page.locator("summary").all():
+            summary.click()
+        assert not findings(page), name
+    assert not findings(logged_in(new_context(color_scheme=scheme), empty))
+
+
+def test_without_scripts_one_can_look_and_stop(new_context: NewContext, full: Full) -> None:
+    """A22; the start is on the page of a new run."""
+    page = new_context(java_script_enabled=False).new_page()
+    page.goto(full.studio.url + "/login")
+    page.get_by_label("Token").fill((full.studio.runs / ".studio/token").read_text().strip())
+    page.get_by_role("button", name="Open the studio").click()
+    page.get_by_role("link", name="portraits").first.click()
+    page.get_by_text("Show numbers").click()
+    rows = page.locator("table:has(caption) tbody tr")
+    last = read_metrics(full.folders["portraits"] / "metrics.jsonl")[-1]
+    assert rows.first.locator("th").inner_text() == str(last["step"])
+    assert page.get_by_text("step 180/300").is_visible()
+    page.get_by_role("link", name="Warnings").click()
+    assert page.get_by_text("No line of this level.").is_visible()
+    page.get_by_role("button", name="Stop and save").click()
+    assert page.get_by_text("Asked to stop").is_visible()
+    assert control.take(full.runtime, [Order.STOP]) == (Order.STOP,)
+    control.forget(full.runtime)
+    page.goto(full.studio.url)
+    page.get_by_role("button", name="Dark").click()
+    assert page.locator("html").get_attribute("data-theme") == "dark"
+
+
+def test_keys_lead_through_the_runs(new_context: NewContext, full: Full) -> None:
+    page = logged_in(new_context(), full.studio)
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    page.keyboard.press("k")
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"{full.studio.url}/runs/**")
+    page.keyboard.press("g")
+    page.keyboard.press("r")
+    page.wait_for_url(f"{full.studio.url}/")
+    page.keyboard.press("/")
+    page.keyboard.type("water")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/?words=water**")
+    assert page.locator("[data-row]").all_inner_texts() == ["watercolour"]
+    page.keyboard.press("Escape")
+    page.locator("h1").click()
+    page.keyboard.press("?")
+    assert page.get_by_role("dialog").is_visible()
+
+
+def test_the_list_follows_the_queue(new_context: NewContext, full: Full) -> None:
+    page = logged_in(new_context(), full.studio)
+    assert page.locator(".queue .what b").all_inner_texts() == ["cats-rank-8", "cats-rank-16"]
+    page.get_by_role("button", name="Down: cats-rank-8").click()
+    until(page, "document.querySelector('.queue .what b')?.textContent === 'cats-rank-16'")
+    page.get_by_role("button", name="Up: cats-rank-8").click()
+    until(page, "document.querySelector('.queue .what b')?.textContent === 'cats-rank-8'")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_pictures_of_the_documents_are_of_these_pages(
+    new_context: NewContext, full: Full, scheme: str
+) -> None:
+    """A25: present and of the same size; `make test-browser PICTURES=docs/images` takes them anew."""
+    wanted: dict[str, bytes] = {}
+    for size in ("desktop", "phone"):
+        width, height = SIZES[size]
+        page = logged_in(
+            new_context(viewport={"width": width, "height": height}, color_scheme=scheme), full.studio
+        )
+        for name in SHOWN if size == "desktop" else SHOWN[:2]:
+            opened(page, full.studio.url + pages(full)[name])
+            wanted[f"studio-{name}-{size}-{scheme}.png"] = page.screenshot()
+    for name, taken in wanted.items():
+        with Image.open(io.BytesIO(taken)) as picture:
+            assert len(picture.convert("RGB").getcolors(1 << 24) or ()) > 20, f"{name} is empty"
+            if folder := os.environ.get("PICTURES"):
+                picture.convert("RGB").save(ROOT / folder / name, optimize=True)
+            with Image.open(PICTURES / name) as shown:
+                assert shown.size == picture.size, name
+
+
+TRAINS = """
+import sys, time
+from pathlib import Path
+from tests.unit.ui import made
+folder, runtime = map(Path, sys.argv[1:])
+with made.running(folder, runtime, step=100, steps=300):
+    print("trains", flush=True)
+    time.sleep(3600)
+"""
+
+
+def test_what_was_killed_is_told_and_runs_outlive_the_studio(
+    new_context: NewContext, start: Callable[..., Running], tmp_path: Path, watched: Watched
+) -> None:
+    """A14: kill -9 of the studio, of a run, and a start of the machine; each is a word on the open page."""
+    watched.allowed += ["ERR_CONNECTION", "ERR_INCOMPLETE_CHUNKED_ENCODING", "htmx:sse:error"]
+    studio = start(tmp_path)
+    folder = made.make_run(studio.runs / "cats", done=100)
+    made.checkpoint(folder, 100)
+    words = [sys.executable, "-c", TRAINS, str(folder), str(tmp_path / "rt")]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None and run.stdout.readline() == "trains\n"
+        page = logged_in(new_context(), studio)
+        path = f"/runs/{identifier(studio.runs, folder)}"
+        page.goto(studio.url + path)
+        page.wait_for_selector("#live-part .state:has-text('training')", timeout=_WAIT_MS)
+        studio.process.kill()
+        studio.process.wait()
+        assert run.poll() is None, "the run goes on"
+        again = start(tmp_path, "--port", studio.url.rpartition(":")[2])
+        assert not again.link, "the token is the old one, and so is the session"
+        page.goto(again.url + path)
+        page.wait_for_selector("#live-part .state:has-text('training')", timeout=_WAIT_MS)
+        run.kill()
+        page.wait_for_selector("#live-part .state:has-text('lost')", timeout=_WAIT_MS)
+        assert page.get_by_role("button", name="Resume").is_visible()
+    # a run of another boot: its locks are gone, and its process's number may be somebody else's
+    record = json.loads((folder / "process.json").read_text())
+    (folder / "process.json").write_text(json.dumps({**record, "boot": "another", "supervisor": os.getpid()}))
+    page.reload()
+    assert page.locator("#live-part .state").inner_text() == "lost"

@@ -1,0 +1,135 @@
+"""Buttons of a job and of the queue: what is asked reaches the run, or the queue, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.unit.ui import made
+from trainer.config import environment
+from trainer.queue.launcher import CPU, Request, State
+from trainer.queue.local import Local
+from trainer.telemetry import control
+from trainer.telemetry.control import Order
+from trainer.ui.studio import Studio, identifier
+from trainer.ui.views.queued import WORDS, Act, change_job, queue_view
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def queue(studio: Studio) -> Local:
+    """Three jobs that wait for a CPU; nothing starts them."""
+    local = Local(folder=environment.queue_dir())
+    for name in ("one", "two", "three"):
+        run = studio.runs / name
+        local.submit([Request(config="{}", name=name, run=run, working_folder=studio.runs, gpus=(CPU,))])
+    return local
+
+
+def names(local: Local) -> list[str]:
+    return [job.name for job, _ in local.jobs()]
+
+
+@pytest.mark.parametrize("order", list(Order))
+def test_a_button_leaves_the_order_for_the_run(
+    client: TestClient, studio: Studio, tmp_path: Path, order: Order
+) -> None:
+    folder, runtime = made.make_run(studio.runs / "cats"), tmp_path / "rt"
+    path = f"/runs/{identifier(studio.runs, folder)}"
+    with made.running(folder, runtime, step=3, steps=300):
+        assert f'name="order" value="{order}"' in client.get(path).text
+        answer = client.post(f"{path}/ask", data={"order": order.value})
+        assert (answer.status_code, answer.headers["location"]) == (303, path)
+        assert control.take(runtime, list(Order)) == (order,)
+        assert "it does so after the present step" in client.get(path).text
+        control.answer(runtime, order, step=4, done="step-000004")
+        assert re.search(r"done at step 4, step-000004", client.get(path).text)
+
+
+def test_a_run_that_does_not_run_is_not_asked(client: TestClient, studio: Studio) -> None:
+    folder = made.make_run(studio.runs / "cats")
+    path = f"/runs/{identifier(studio.runs, folder)}"
+    assert 'name="order"' not in client.get(path).text
+    answer = client.post(f"{path}/ask", data={"order": "save"})
+    assert answer.status_code == 422 and "no run trains in this folder now" in answer.text
+
+
+@pytest.mark.parametrize("order", ["", "delete", "../save", "save.json"])
+def test_another_word_is_no_order(client: TestClient, studio: Studio, tmp_path: Path, order: str) -> None:
+    folder, runtime = made.make_run(studio.runs / "cats"), tmp_path / "rt"
+    with made.running(folder, runtime, step=3, steps=300):
+        path = f"/runs/{identifier(studio.runs, folder)}/ask"
+        assert client.post(path, data={"order": order}).status_code == 400
+        assert not control.requests(runtime)
+
+
+def test_jobs_are_moved_held_and_taken_off(client: TestClient, queue: Local) -> None:
+    ids = {job.name: job.id for job, _ in queue.jobs()}
+    steps = (("three", Act.UP, ["one", "three", "two"]), ("three", Act.UP, ["three", "one", "two"]),
+             ("three", Act.UP, ["three", "one", "two"]), ("three", Act.DOWN, ["one", "three", "two"]),
+             ("two", Act.DOWN, ["one", "three", "two"]), ("one", Act.FORGET, ["three", "two"]))  # fmt: skip
+    for name, act, order in steps:
+        assert client.post(f"/queue/{ids[name]}", data={"act": act.value}).status_code == 303
+        assert names(queue) == order, (name, act)
+    assert client.post(f"/queue/{ids['two']}", data={"act": "hold"}).status_code == 303
+    assert queue.state(str(ids["two"])).state is State.HELD
+    assert client.post(f"/queue/{ids['two']}", data={"act": "release"}).status_code == 303
+    assert queue.state(str(ids["two"])).state is State.WAITING
+    assert client.post(f"/queue/{ids['two']}", data={"act": "explode"}).status_code == 400
+    assert client.post("/queue/999", data={"act": "up"}).status_code == 404
+
+
+def test_every_act_has_a_word_and_each_row_only_those_that_work(studio: Studio, queue: Local) -> None:
+    assert set(WORDS) == set(Act)
+    first, middle, last = queue_view(studio).rows
+    assert (Act.UP in first.acts, Act.UP in middle.acts, Act.DOWN in middle.acts, Act.DOWN in last.acts) == (
+        False, True, True, False,
+    )  # fmt: skip
+    for row in queue_view(studio).rows:
+        for act in row.acts:
+            if act is not Act.FORGET:
+                change_job(row.id, act)  # raises where it does not work
+
+
+def test_the_page_says_that_nothing_starts_what_waits(client: TestClient, queue: Local) -> None:
+    page = client.get("/").text
+    assert "Nothing starts what waits here" in page and page.index("one") < page.index("two")
+
+
+def quickstart(studio: Studio) -> Path:
+    folder = made.make_run(studio.runs / "style")
+    text = (ROOT / "train_configs/quickstart.yaml").read_text()
+    for name in ("assets/tiny-flux", "examples/style-held-out", "examples/style"):
+        text = re.sub(rf"(: ){name}(\s)", rf"\1{ROOT / name}\2", text)
+    (folder / "config.resolved.yaml").write_text(text)
+    made.checkpoint(folder, 80)
+    made.ended(folder, 75)
+    return folder
+
+
+def test_resume_adds_a_job_in_the_same_folder_and_then_releases_it(
+    client: TestClient, studio: Studio
+) -> None:
+    folder = quickstart(studio)
+    path = f"/runs/{identifier(studio.runs, folder)}"
+    assert "Resume" in client.get(path).text
+    assert client.post(f"{path}/resume").status_code == 303
+    local = Local(folder=environment.queue_dir())
+    ((job, seen),) = local.jobs()
+    assert (job.run, seen.state, job.gpus) == (folder, State.WAITING, (CPU,))
+    local.hold(str(job.id))
+    assert client.post(f"{path}/resume").status_code == 303
+    ((again, seen),) = local.jobs()
+    assert (again.id, seen.state) == (job.id, State.WAITING)
+
+
+def test_a_resume_that_cannot_be_is_told(client: TestClient, studio: Studio) -> None:
+    folder = quickstart(studio)
+    (folder / "config.resolved.yaml").write_text("family: nobody\n")
+    answer = client.post(f"/runs/{identifier(studio.runs, folder)}/resume")
+    assert answer.status_code == 422 and "nobody" in answer.text
+    assert not Local(folder=environment.queue_dir()).jobs()

@@ -1,0 +1,149 @@
+"""The queue on the home page, and what can be asked of a job and of a run."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from trainer import families
+from trainer.config import environment
+from trainer.config.reading.load import load
+from trainer.planning.planning import machine_facts
+from trainer.queue.adding import request
+from trainer.queue.launcher import ALIVE, ENDED, State
+from trainer.queue.local import Local
+from trainer.queue.overview import Entry, overview
+from trainer.queue.scheduler import is_scheduled
+from trainer.telemetry.rundir import CONFIG_FILE
+from trainer.ui.studio import Studio, UnknownIdError, identifier
+from trainer.ui.views.runs import run_folder
+from trainer.ui.views.state import StateView
+
+_KINDS = {
+    State.WAITING: "waiting", State.HELD: "paused", State.RUNNING: "running", State.STOPPING: "running",
+    State.FINISHED: "good", State.FAILED: "bad", State.LOST: "bad",
+}  # fmt: skip
+
+
+class Act(enum.StrEnum):
+    """A change of a job's place or state."""
+
+    UP = "up"
+    DOWN = "down"
+    HOLD = "hold"
+    RELEASE = "release"
+    STOP = "stop"
+    FORGET = "forget"
+
+
+WORDS: Mapping[Act, str] = {
+    Act.UP: "Up", Act.DOWN: "Down", Act.HOLD: "Hold", Act.RELEASE: "Go on", Act.STOP: "Stop and save",
+    Act.FORGET: "Take off the list",
+}  # fmt: skip
+"""Words of the buttons."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueRow:
+    """One job that waits, runs, or ended otherwise than well."""
+
+    id: int
+    name: str
+    group: str
+    state: StateView
+    gpus: str
+    run: str
+    """Id of its run; empty where its folder does not lie below the studio's root."""
+    acts: tuple[Act, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueView:
+    """The queue in its order."""
+
+    rows: tuple[QueueRow, ...]
+    scheduled: bool
+    """Whether a process starts what waits."""
+
+    @property
+    def stands_still(self) -> bool:
+        """True where something waits and nothing would start it."""
+        return not self.scheduled and any(row.state.kind == "waiting" for row in self.rows)
+
+
+def local_queue() -> Local:
+    """The queue of this user and machine."""
+    return Local(folder=environment.queue_dir().absolute())
+
+
+def queue_view(studio: Studio) -> QueueView:
+    """All jobs but those that finished. Changes nothing."""
+    queue = local_queue()
+    entries = [entry for entry in overview(queue) if entry.seen.state is not State.FINISHED]
+    return QueueView(
+        rows=tuple(_row(studio, entry, place, len(entries)) for place, entry in enumerate(entries)),
+        scheduled=is_scheduled(queue.folder),
+    )
+
+
+def _row(studio: Studio, entry: Entry, place: int, count: int) -> QueueRow:
+    job, state = entry.job, entry.seen.state
+    below = job.run.is_relative_to(studio.runs)
+    return QueueRow(
+        id=job.id,
+        name=job.name,
+        group=job.group,
+        state=StateView(kind=_KINDS[state], word=state.value, detail=entry.note),
+        gpus=entry.gpus,
+        run=identifier(studio.runs, job.run) if below and job.run.is_dir() else "",
+        acts=_acts(state, first=place == 0, last=place == count - 1),
+    )
+
+
+def _acts(state: State, *, first: bool, last: bool) -> tuple[Act, ...]:
+    if state in ALIVE:
+        return (Act.STOP,) if state is State.RUNNING else (Act.RELEASE,)
+    if state in ENDED:
+        return (Act.RELEASE, Act.FORGET)
+    moves = ((Act.UP,) if not first else ()) + ((Act.DOWN,) if not last else ())
+    return (*moves, Act.HOLD if state is State.WAITING else Act.RELEASE, Act.FORGET)
+
+
+def change_job(job: int, act: Act) -> None:
+    """Change a job of the queue. Raises ConfigError where it cannot be, UnknownIdError without it."""
+    queue, name = local_queue(), str(job)
+    order = [one.id for one, seen in queue.jobs() if seen.state not in ENDED]
+    if job not in {one.id for one, _ in queue.jobs()}:
+        raise UnknownIdError(name)
+    place = order.index(job) + 1 if job in order else len(order)
+    acts: Mapping[Act, Callable[[], None]] = {
+        Act.UP: lambda: queue.move(name, max(1, place - 1)),
+        Act.DOWN: lambda: queue.move(name, place + 1),
+        Act.HOLD: lambda: queue.hold(name),
+        Act.RELEASE: lambda: queue.release(name),
+        Act.STOP: lambda: queue.stop(name),
+        Act.FORGET: lambda: queue.forget(name),
+    }
+    acts[act]()
+
+
+def resume(studio: Studio, run: str) -> None:
+    """Have the queue go on with a run that stopped: by its own job, or by a new one of its settings.
+
+    Raises ConfigError where it runs or its settings cannot be used here, and the errors of a plan.
+    """
+    folder = run_folder(studio, run)
+    queue = local_queue()
+    own = [job.id for job, seen in queue.jobs() if job.run == folder and seen.state is not State.FINISHED]
+    if own:
+        queue.release(str(own[-1]))
+        return
+    known = {name: families.get(name) for name in families.names()}
+    loaded = load(
+        [folder / CONFIG_FILE],
+        output=folder,
+        family_defaults={name: family.defaults for name, family in known.items()},
+        lora_presets={name: tuple(family.lora_targets) for name, family in known.items()},
+    )
+    queue.submit([request(loaded, machine_facts(), queue.gpus(), name=folder.name)])
