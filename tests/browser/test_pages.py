@@ -84,11 +84,12 @@ def test_without_a_session_there_is_a_login_and_wrong_tokens_wait(
     assert answer is not None and answer.status == 401
     for _ in range(FREE_TRIES):
         page.get_by_label("Token").fill("wrong")
-        page.get_by_role("button", name="Open the studio").click()
+        with page.expect_navigation(timeout=_WAIT_MS):  # a click does not wait for it
+            page.get_by_role("button", name="Open the studio").click()
         assert page.get_by_role("alert").inner_text() == "That is not the token of this studio."
     page.get_by_label("Token").fill((empty.runs / ".studio/token").read_text())
     page.get_by_role("button", name="Open the studio").click()
-    assert "Too many wrong tokens: wait" in page.get_by_role("alert").inner_text()
+    page.get_by_text("Too many wrong tokens: wait").wait_for(timeout=_WAIT_MS)
 
 
 def test_every_line_is_seen_once_over_reconnects_and_a_resume(
@@ -198,16 +199,16 @@ def test_without_scripts_one_can_look_and_stop(new_context: NewContext, full: Fu
     rows = page.locator("table:has(caption) tbody tr")
     last = read_metrics(full.folders["portraits"] / "metrics.jsonl")[-1]
     assert rows.first.locator("th").inner_text() == str(last["step"])
-    assert page.get_by_text("step 180/300").is_visible()
+    page.get_by_text("step 180/300").wait_for(timeout=_WAIT_MS)
     page.get_by_role("link", name="Warnings").click()
-    assert page.get_by_text("No line of this level.").is_visible()
+    page.get_by_text("No line of this level.").wait_for(timeout=_WAIT_MS)
     page.get_by_role("button", name="Stop and save").click()
-    assert page.get_by_text("Asked to stop").is_visible()
+    page.get_by_text("Asked to stop").wait_for(timeout=_WAIT_MS)
     assert control.take(full.runtime, [Order.STOP]) == (Order.STOP,)
     control.forget(full.runtime)
     page.goto(full.studio.url)
     page.get_by_role("button", name="Dark").click()
-    assert page.locator("html").get_attribute("data-theme") == "dark"
+    page.locator("html[data-theme=dark]").wait_for(timeout=_WAIT_MS)
 
 
 def test_keys_lead_through_the_runs(new_context: NewContext, full: Full) -> None:
@@ -224,7 +225,7 @@ def test_keys_lead_through_the_runs(new_context: NewContext, full: Full) -> None
     page.keyboard.type("water")
     page.keyboard.press("Enter")
     page.wait_for_url("**/?words=water**")
-    assert page.locator("[data-row]").all_inner_texts() == ["watercolour"]
+    until(page, "[...document.querySelectorAll('[data-row]')].map((row) => row.textContent) == 'watercolour'")
     page.keyboard.press("Escape")
     page.locator("h1").click()
     page.keyboard.press("?")
