@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 ON_MACHINE = frozenset({"train", "cache", "sample", "verify-lora"})
 """Commands that compute; with a configuration they have a plan, whose environment their children get."""
 IN_CONTAINER = ON_MACHINE | {"fetch", "merge"}
-"""Commands whose mounts and folders are checked; all others need nothing of their machine."""
+"""Commands whose mounts and folders are checked; others need nothing of their machine but `_own_folder`."""
 
 
 @shown_below_options
@@ -30,18 +31,23 @@ def preflight(words: tuple[str, ...]) -> int:
       trainer preflight train my.yaml --output /output/my-lora
       trainer preflight -- "$@" && exec trainer "$@"
     """
-    if not words or words[0] not in IN_CONTAINER or "--help" in words:
+    own = None if "--help" in words else _own_folder(words)
+    if own is None and (not words or words[0] not in IN_CONTAINER or "--help" in words):
         return 0
     from trainer.cli.errors import error_text
-    from trainer.cli.surroundings import command_judged
+    from trainer.cli.surroundings import command_judged, folder_judged
     from trainer.container.preflight import warnings
     from trainer.planning.planning import plan_run, requested_profile
 
-    loaded = _loaded(words[0], words[1:])
-    if loaded is None and words[0] != "verify-lora":
-        return 0  # the command itself says how it is called
-    on_machine = words[0] in ON_MACHINE and loaded is not None
-    facts, errors, surroundings = command_judged(words[0], words, loaded, on_machine=on_machine)
+    loaded = None
+    if own is not None:
+        facts, errors, surroundings = folder_judged(words, own, f"the folder of `trainer {words[0]}`")
+    else:
+        loaded = _loaded(words[0], words[1:])
+        if loaded is None and words[0] != "verify-lora":
+            return 0  # the command itself says how it is called
+        on_machine = words[0] in ON_MACHINE and loaded is not None
+        facts, errors, surroundings = command_judged(words[0], words, loaded, on_machine=on_machine)
     for error in errors:
         click.echo(error_text(error), err=True)
     if errors:
@@ -53,17 +59,36 @@ def preflight(words: tuple[str, ...]) -> int:
     return 0
 
 
-def _loaded(name: str, words: Sequence[str]) -> Loaded | None:
-    """The configuration that the command will load; None where it names none. Raises as `Layers.load`."""
+def _own_folder(words: Sequence[str]) -> Path | None:
+    """The folder in which a service keeps its state; None for other commands."""
+    if tuple(words[:2]) == ("queue", "run"):
+        from trainer.config import environment
+
+        return environment.queue_dir()
+    if tuple(words[:1]) == ("ui",):
+        from trainer.cli.ui import STATE_FOLDER
+
+        given = _given("ui", words[1:])
+        return Path(given["folder"] or Path(given["runs"], STATE_FOLDER))
+    return None
+
+
+def _given(name: str, words: Sequence[str]) -> dict[str, Any]:
+    """The parameters of a command, as far as its words can be understood: the rest it says itself."""
     from trainer.cli.commands import trainer
-    from trainer.cli.options import layers_of
-    from trainer.planning.kept_decisions import continued
 
     with click.Context(trainer) as context:
         command = trainer.get_command(context, name)
         assert command is not None
-        # as far as the words can be understood: what is wrong with them the command itself says
-        given = command.make_context(name, list(words), parent=context, resilient_parsing=True).params
+        return command.make_context(name, list(words), parent=context, resilient_parsing=True).params
+
+
+def _loaded(name: str, words: Sequence[str]) -> Loaded | None:
+    """The configuration that the command will load; None where it names none. Raises as `Layers.load`."""
+    from trainer.cli.options import layers_of
+    from trainer.planning.kept_decisions import continued
+
+    given = _given(name, words)
     if not given["configs"]:
         return None
     loaded = layers_of(given).load()

@@ -46,6 +46,11 @@ def command_judged(name: str, words: Sequence[str], loaded: Loaded | None, *, on
     return _judged(_folders(name, loaded), _named(words, loaded), on_machine=on_machine)
 
 
+def folder_judged(words: Sequence[str], folder: Path, meaning: str) -> Judged:
+    """Judge the command `words`, which computes nothing and keeps its state in `folder`."""
+    return _judged([_folder(folder, meaning, is_result=True)], _named(words, None), on_machine=False)
+
+
 def _judged(folders: Iterable[Folder], named: str, *, on_machine: bool) -> Judged:
     surroundings = Surroundings(
         user=f"{os.getuid()}:{os.getgid()}",

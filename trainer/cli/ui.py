@@ -11,6 +11,8 @@ from trainer.cli.output import shown_below_options
 from trainer.errors import ConfigError
 
 DEFAULT_PORT = 8660
+STATE_FOLDER = ".studio"
+"""Folder of token and sessions, below that of runs unless another is named."""
 _PACKAGES = ("starlette", "uvicorn", "jinja2")
 _FOLDER = GivenPath(file_okay=False)
 
@@ -55,7 +57,7 @@ def ui(
 
     root = runs.absolute()
     studio = Studio(
-        folder=(folder or root / ".studio").absolute(),
+        folder=(folder or root / STATE_FOLDER).absolute(),
         runs=root,
         data=data.absolute(),
         models=models.absolute(),

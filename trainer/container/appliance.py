@@ -64,6 +64,8 @@ IMAGE_ENVIRONMENT: Mapping[str, str] = {
     "XDG_CACHE_HOME": "/cache",
     "TRAINER_CACHE_DIR": "/cache/trainer",
     "TRAINER_RUNTIME_DIR": RUNTIME_DIR,
+    # beside the runs, so that all containers of a machine that have them know who has which GPU
+    "TRAINER_QUEUE_DIR": "/output/.queue",
     # a published port and a kubelet's probe come from outside of the container
     "TRAINER_METRICS_ADDRESS": "::",
     "TRAINER_TORCH_FACTS": f"{PREFIX}/torch.json",

@@ -288,6 +288,28 @@ def test_an_output_that_cannot_be_written(ask: Ask, tmp_path: Path, monkeypatch:
     )
 
 
+@pytest.mark.parametrize("service", ["ui", "queue"])
+def test_services_need_a_folder_to_write_and_no_machine(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: str
+) -> None:
+    output, empty = tmp_path / "output", dataclasses.replace(machine("h200"), gpus=())
+    words = {"ui": ("ui", "--runs", str(output), "--port", "0"), "queue": ("queue", "run", "--stop-runs")}
+    monkeypatch.setenv("TRAINER_QUEUE_DIR", str(output / ".queue"))
+    assert ask(empty, *words[service]) == PASSED
+    refuse(monkeypatch, output)
+    code, out, err = ask(empty, *words[service])
+    assert (code, out) == (78, "")
+    assert f"the folder of `trainer {service}` cannot be written by user {os.getuid()}:" in err
+    assert "/home/me/tmp/output" in err, "the line to type on the host"
+    assert ask(empty, *words[service], "--help") == PASSED
+    assert ask(empty, "queue", "list") == PASSED
+
+
+def test_the_state_of_a_service_in_the_containers_own_layer_is_warned_of(ask: Ask) -> None:
+    code, _, err = ask(machine("cpu"), "ui", "--runs", "/tmp")
+    assert code == 0 and "/tmp/.studio is not on a mounted folder" in err
+
+
 def refuse(monkeypatch: pytest.MonkeyPatch, refused: Path) -> None:
     """Nobody can make a file in `refused`; permission bits alone would not stop root."""
     real = tempfile.TemporaryFile
@@ -360,7 +382,7 @@ def test_what_the_plan_refuses_is_refused_here(ask: Ask, tmp_path: Path) -> None
         ("train", "--help"),
         ("train",),
         ("trian", CONFIG),
-        *((name,) for name in COMMANDS if name not in ("probe", "verify-lora")),
+        *((name,) for name in COMMANDS if name not in ("probe", "verify-lora", "ui")),
         ("plan", CONFIG),
         ("config", "check", CONFIG),
         ("verify-lora", "my.safetensors"),

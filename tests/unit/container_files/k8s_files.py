@@ -21,7 +21,9 @@ from trainer.container.appliance import TARGETS
 K8S = ROOT / "k8s"
 BASE = K8S / "base"
 OVERLAYS = tuple(TARGETS)
-COMPONENTS = ("kueue", "monitoring", "no-operator", "offline", "two-gpus", "wandb")
+OF_RUNS = ("kueue", "monitoring", "no-operator", "offline", "two-gpus", "wandb")
+"""Components that change a run, or add to it."""
+COMPONENTS = (*OF_RUNS, "ui")
 RENDER_TIMEOUT_SECONDS = 60
 
 Manifest = dict[str, Any]
@@ -32,14 +34,18 @@ def load(path: Path) -> list[Manifest]:
     return [document for document in yaml.safe_load_all(path.read_text()) if document]
 
 
-def one(manifests: Iterable[Manifest], kind: str) -> Manifest:
-    """The only manifest of its kind."""
-    (found,) = [manifest for manifest in manifests if manifest["kind"] == kind]
+def one(manifests: Iterable[Manifest], kind: str, name: str | None = None) -> Manifest:
+    """The only manifest of its kind, or of its kind and name."""
+    (found,) = [
+        manifest
+        for manifest in manifests
+        if manifest["kind"] == kind and name in (None, manifest["metadata"]["name"])
+    ]
     return found
 
 
 def pod_spec(manifest: Manifest) -> Manifest:
-    """The pod spec of a Job's template, or of a Pod."""
+    """The pod spec of a Job's or Deployment's template, or of a Pod."""
     return manifest["spec"] if manifest["kind"] == "Pod" else manifest["spec"]["template"]["spec"]
 
 

@@ -18,7 +18,7 @@ KIND_OF = {"persistentVolumeClaim": "PersistentVolumeClaim", "configMap": "Confi
 
 
 def restricted(manifest: Manifest) -> list[str]:
-    """Violations of the restricted pod security standard in a Job or Pod."""
+    """Violations of the restricted pod security standard in a Job, Deployment or Pod."""
     spec = pod_spec(manifest)
     pod = spec.get("securityContext", {})
     wrong = [f"{key} is on" for key in ("hostNetwork", "hostPID", "hostIPC") if spec.get(key)]
@@ -65,7 +65,8 @@ def house(manifest: Manifest) -> list[str]:
         wrong.append("a token for the API server is mounted")
     if spec.get("enableServiceLinks") is not False:
         wrong.append("Services of the namespace become variables")
-    if spec.get("restartPolicy") != "Never":
+    # a Deployment takes no other than its default
+    if spec.get("restartPolicy") != (None if manifest["kind"] == "Deployment" else "Never"):
         wrong.append("restartPolicy is not Never")
     for container in spec["containers"]:
         if container.get("securityContext", {}).get("readOnlyRootFilesystem") is not True:
@@ -81,7 +82,12 @@ def unresolved(manifests: Iterable[Manifest]) -> list[str]:
     there = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests}
     wrong = []
     for manifest in manifests:
-        if manifest["kind"] not in ("Job", "Pod"):
+        if manifest["kind"] == "RoleBinding":
+            wanted = [manifest["roleRef"], *manifest["subjects"]]
+            wrong += [
+                f"{one['kind']} {one['name']}" for one in wanted if (one["kind"], one["name"]) not in there
+            ]
+        if manifest["kind"] not in ("Job", "Deployment", "Pod"):
             continue
         spec = pod_spec(manifest)
         account = spec.get("serviceAccountName")

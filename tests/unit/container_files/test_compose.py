@@ -20,6 +20,8 @@ from trainer.container.appliance import TARGETS, VOLUMES
 from trainer.machine.profiles import PROFILES
 
 HELPER = "folders"
+STUDIO = ("studio", "queue")
+"""Services of `--profile ui`; test_studio has the rest about them."""
 FILES = {
     "base.yaml",
     "monitoring.yaml",
@@ -27,6 +29,7 @@ FILES = {
 }
 HOST_VARIABLES = {f"TRAINER_{volume.name.upper()}": volume for volume in VOLUMES}
 """The variables on the host that say which folder is mounted where."""
+MACHINE_ID = "/etc/machine-id"
 QUICKSTART = "train_configs/quickstart.yaml"
 SHARED_MEMORY_BYTES = 1024**3
 """Size of /dev/shm that NCCL's manual gives."""
@@ -53,7 +56,7 @@ def test_a_file_is_complete(profile: str) -> None:
     """One `-f` is enough: the file holds every secret, and every service that another one waits for."""
     content, found = load(f"{profile}.yaml"), services(profile)
     assert content["name"] == "trainer"
-    assert set(found) == {"trainer", HELPER}
+    assert set(found) == {"trainer", HELPER, *STUDIO}
     for service in found.values():
         assert set(service.get("depends_on", {})) <= set(found)
         assert set(service.get("secrets", [])) <= set(content["secrets"])
@@ -83,7 +86,7 @@ def test_the_build_is_the_dockerfiles(profile: str) -> None:
 
 def test_volumes_are_those_of_the_table(profile: str) -> None:
     for name, service in services(profile).items():
-        mounts = {mount["target"]: mount for mount in service["volumes"]}
+        mounts = {mount["target"]: mount for mount in service["volumes"] if mount["target"] != MACHINE_ID}
         assert list(mounts) == [volume.path for volume in VOLUMES]
         for variable, volume in HOST_VARIABLES.items():
             mount = mounts[volume.path]
@@ -91,7 +94,10 @@ def test_volumes_are_those_of_the_table(profile: str) -> None:
             assert mount["source"] == f"${{{variable}:-../{volume.name}}}"
             assert mount["bind"] == {"create_host_path": True}, "the first `up` must not fail for a folder"
             # the helper hands new folders to the user, which is all that it does with them
-            assert mount.get("read_only", False) == (volume.access == "ro" and name != HELPER)
+            read_only = volume.access == "ro" and name != HELPER
+            if name == "studio":  # the only writer of data sets, and no reader of anything new for /models
+                read_only = volume.path in ("/config", "/models")
+            assert mount.get("read_only", False) == read_only, (name, volume.path)
 
 
 def test_the_user_is_the_callers_or_the_images(profile: str) -> None:

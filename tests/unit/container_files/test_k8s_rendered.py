@@ -19,6 +19,7 @@ from tests.unit.container_files.k8s_files import (
     BASE,
     COMPONENTS,
     K8S,
+    OF_RUNS,
     OVERLAYS,
     Manifest,
     combined,
@@ -39,7 +40,7 @@ from trainer.config.environment import CONFIG_PREFIX
 from trainer.container.appliance import GROUP, USER, VOLUMES
 
 COMBINATIONS = [
-    chosen for count in range(len(COMPONENTS) + 1) for chosen in itertools.combinations(COMPONENTS, count)
+    chosen for count in range(len(OF_RUNS) + 1) for chosen in itertools.combinations(OF_RUNS, count)
 ]
 ONE_GPU_A_NODE = ("cpu", "dgx-spark")
 """Overlays whose nodes have one GPU at most."""
@@ -48,7 +49,7 @@ NEWEST_MINORS = 3
 OPERATOR = "monitoring.coreos.com/v1"
 MODELLED = {(OPERATOR, "PodMonitor"), (OPERATOR, "PrometheusRule")}
 """Custom resources that a package ships models of."""
-CORE = re.compile(r"v1|(apps|batch|networking\.k8s\.io)/v1")
+CORE = re.compile(r"v1|(apps|batch|networking\.k8s\.io|rbac\.authorization\.k8s\.io)/v1")
 UNVALIDATED = {("kueue.x-k8s.io/v1beta2", "LocalQueue"): "no package ships a schema or model of it"}
 """Kinds that nothing here validates, each with the reason."""
 
@@ -238,7 +239,8 @@ def test_core_objects_are_valid_in_three_kubernetes_versions(tmp_path: Path) -> 
     minors = {tuple(map(int, version.split(".")[:2])) for version in all_versions()}
     manifests = [manifest for name in OVERLAYS for manifest in rendered(name)] + everything(tmp_path)
     core = [manifest for manifest in manifests if kind(manifest) not in MODELLED | UNVALIDATED.keys()]
-    assert {"Job", "Pod", "NetworkPolicy", "PersistentVolumeClaim"} < {manifest["kind"] for manifest in core}
+    kinds = {manifest["kind"] for manifest in core}
+    assert {"Job", "Pod", "Deployment", "Role", "NetworkPolicy", "PersistentVolumeClaim"} < kinds
     for major, minor in sorted(minors)[-NEWEST_MINORS:]:
         for manifest in core:
             used = kubernetes_validate.validate(manifest, f"{major}.{minor}", strict=True)

@@ -41,6 +41,18 @@ def test_references_to_nothing_are_found(said: str, damage: Damage) -> None:
     assert unresolved(manifests) == [said]
 
 
+def test_a_deployments_account_and_what_a_binding_names_are_looked_for() -> None:
+    account = {"kind": "ServiceAccount", "name": "someone"}
+    binding = {"kind": "RoleBinding", "metadata": {"name": "a"}}
+    binding |= {"roleRef": {"kind": "Role", "name": "all"}, "subjects": [account]}
+    spec = {"serviceAccountName": "someone", "containers": [], "volumes": []}
+    deployment = {"kind": "Deployment", "metadata": {"name": "b"}, "spec": {"template": {"spec": spec}}}
+    assert unresolved([binding]) == ["Role all", "ServiceAccount someone"]
+    assert unresolved([deployment]) == ["ServiceAccount someone"]
+    there = [{"kind": kind, "metadata": {"name": name}} for kind, name in (("Role", "all"), account.values())]
+    assert unresolved([binding, deployment, *there]) == []
+
+
 def test_an_optional_secret_may_be_missing() -> None:
     manifests = copy.deepcopy(plain("cpu"))
     (volume,) = [volume for volume in pod_spec(one(manifests, "Job"))["volumes"] if "secret" in volume]

@@ -316,3 +316,33 @@ def test_a_watcher_that_is_asked_passes_it_on(real: Local) -> None:
     os.kill(found.watcher, signal.SIGTERM)
     assert "goes on by itself" in wait_for_state(real, "1", State.WAITING)
     assert (runtime(real, "1") / "saved").exists()
+
+
+COMMAND_LINE = """
+import sys
+from pathlib import Path
+from trainer.cli import queue
+from trainer.queue.local import Local
+
+queue._queue = lambda: Local(folder=Path(sys.argv[1]), gpus=tuple, command=sys.argv[2:])
+queue.queue(["run", "--stop-runs"])
+"""
+
+
+def test_a_scheduler_of_a_container_ends_with_runs_that_have_saved(tmp_path: Path) -> None:
+    """Runs that it left behind would be killed with the container."""
+    queue = Local(folder=tmp_path / "queue", gpus=tuple, command=COMMAND)
+    queue.submit([wanted("cats", (CPU,)), wanted("dogs", (CPU,))])
+    command = [sys.executable, "-c", COMMAND_LINE, str(queue.folder), *COMMAND]
+    for _ in range(2):  # the second goes on with what the first one stopped
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as scheduler:
+            found = pids(queue, "1")
+            (runtime(queue, "1") / "saved").unlink(missing_ok=True)
+            scheduler.send_signal(signal.SIGTERM)
+            _, said = scheduler.communicate(timeout=PATIENCE_SECONDS)
+        assert scheduler.returncode == 0 and "waiting for runs to save\n" in said
+        assert not any(map(is_alive, dataclasses.astuple(found)))
+        assert (runtime(queue, "1") / "saved").exists()
+        seen = queue.state("1")
+        assert (seen.state, seen.exit_code) == (State.WAITING, ExitCode.STOPPED)
+        assert not jobfiles.began(jobfiles.job_folder(queue.folder, 2), 1), "its turn has not come"
