@@ -178,7 +178,7 @@ def _changes(page: Page, address: str) -> Iterator[float]:
 @contextmanager
 def _studio(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A studio over folders below `folder`, and its address."""
-    words = [sys.executable, "-m", "trainer", "ui", "--port", "0"]
+    words = [sys.executable, "-m", "trainer", "ui", "--no-queue", "--port", "0"]
     for name in ("runs", "data", "models"):
         words += [f"--{name}", str(folder / name)]
     environ = {

@@ -57,7 +57,8 @@ def start() -> Iterator[Callable[..., Running]]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(folder: Path, *arguments: str, facts: Path = FACTS) -> Running:
-        words = [sys.executable, "-m", "trainer", "ui", *(() if "--port" in arguments else ("--port", "0"))]
+        words = [sys.executable, "-m", "trainer", "ui", "--no-queue"]
+        words += () if "--port" in arguments else ("--port", "0")
         for name in ("runs", "data", "models"):
             (folder / name).mkdir(exist_ok=True, parents=True)
             words += [f"--{name}", str(folder / name)]

@@ -145,10 +145,7 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         options = [word for name, path in paths.items() for word in (f"--{name}", str(path))]
         for path in paths.values():
             path.mkdir()
-        if scheduled:
-            queue = opened("queue", "run")
-            assert queue.stdout is not None and "queue in" in queue.stdout.readline()
-        ui = opened("ui", "--port", "0", *options)
+        ui = opened("ui", "--queue" if scheduled else "--no-queue", "--port", "0", *options)
         assert ui.stdout is not None
         link = ui.stdout.readline().split()[-1]
         return Running(url=link.partition("/login")[0], link=link, process=ui, runs=paths["runs"])

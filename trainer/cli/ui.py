@@ -30,8 +30,21 @@ _FOLDER = GivenPath(file_okay=False)
 @click.option("--data", type=_FOLDER, default="data", show_default=True, help="Folder of data sets.")
 @click.option("--models", type=_FOLDER, default="models", show_default=True, help="Folder of base models.")
 @click.option("--folder", type=_FOLDER, help="Folder of token and sessions.  [default: RUNS/.studio]")
+@click.option(
+    "--queue/--no-queue",
+    default=True,
+    show_default=True,
+    help="Start the queue's jobs, where nothing else does.",
+)
 def ui(
-    host: str, port: int, allowed: tuple[str, ...], runs: Path, data: Path, models: Path, folder: Path | None
+    host: str,
+    port: int,
+    allowed: tuple[str, ...],
+    runs: Path,
+    data: Path,
+    models: Path,
+    folder: Path | None,
+    queue: bool,
 ) -> None:
     """Open the studio: runs, plans and data sets as pages in a browser.
     \f
@@ -40,7 +53,8 @@ def ui(
       trainer ui --runs /output --data /data --port 0
 
     The first start prints a link with a token, which opens a session; later the token lies in its folder.
-    No other address is ever asked. Runs are processes of their own, and outlive the studio.
+    No other address is ever asked. Runs are processes of their own, and outlive the studio; jobs that wait in
+    the queue are started for as long as it is open (queue.log in its folder says which).
     """
     try:
         from trainer.ui.serve import serve
@@ -64,4 +78,4 @@ def ui(
         runtime=environment.runtime_dir(),
     )
     # the link is no output that `say` would clean of secrets: it is made to be copied
-    serve(studio, host=host, port=port, allowed=allowed, tell=click.echo)
+    serve(studio, host=host, port=port, allowed=allowed, queue=queue, tell=click.echo)

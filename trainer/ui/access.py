@@ -50,11 +50,17 @@ class Access:
     """The token of a studio's folder, its sessions, and the wait after wrong tokens. Safe in threads.
 
     Opening it makes the folder and a token of 256 bits where there is none; `made` tells that it did. Raises
-    ConfigError where others may read the token, or it is damaged.
+    ConfigError where the folder cannot be made, others may read the token, or it is damaged.
     """
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
-        folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+        except OSError as error:
+            remedy = "name folders that this user can write: --runs, or --folder for the studio's own"
+            raise ConfigError(
+                f"cannot make the studio's folder: {error}", where=str(folder), remedy=remedy
+            ) from error
         self._folder, self._clock, self._lock = folder, clock, threading.Lock()
         self._wrong, self._next_try = 0, 0.0
         self.made = not (folder / TOKEN_FILE).exists()

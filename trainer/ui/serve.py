@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -15,6 +16,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.telemetry import locks
 from trainer.ui.access import TOKEN_FILE, Access
 from trainer.ui.app import LOOPBACK_HOSTS, create_app
+from trainer.ui.scheduling import scheduling
 from trainer.ui.studio import Studio
 from trainer.ui.views.new import warm
 from trainer.ui.views.runs import runs_view
@@ -27,11 +29,18 @@ _WARM_AFTER_SECONDS = 2
 
 
 def serve(
-    studio: Studio, *, host: str, port: int, allowed: tuple[str, ...], tell: Callable[[str], None]
+    studio: Studio,
+    *,
+    host: str,
+    port: int,
+    allowed: tuple[str, ...],
+    queue: bool = False,
+    tell: Callable[[str], None],
 ) -> None:
     """Answer on `host` and `port` until SIGTERM or Ctrl-C; `tell` gets the lines for people.
 
-    `allowed` are further names by which it may be asked. Port 0 takes a free one. Raises ConfigError where
+    `allowed` are further names by which it may be asked. Port 0 takes a free one. With `queue` a process
+    beside it starts the queue's jobs, where none does. Raises ConfigError where
     the port cannot be had, the token cannot be used, or another studio has the folder.
     """
     with _bound(host, port) as listening:
@@ -62,7 +71,8 @@ def serve(
             plans.start()
             # rows of runs are kept once they were read: the first page need not wait for all of them
             threading.Thread(target=runs_view, args=(studio,), daemon=True).start()
-            uvicorn.Server(config).run(sockets=[listening])
+            with scheduling(studio.folder) if queue else contextlib.nullcontext():
+                uvicorn.Server(config).run(sockets=[listening])
 
 
 def greeting(studio: Studio, access: Access, *, host: str, port: int) -> list[str]:

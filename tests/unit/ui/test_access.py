@@ -37,6 +37,12 @@ def test_the_token_is_made_once_in_a_closed_folder(tmp_path: Path) -> None:
     assert all(len(token) * 6 >= 256 for token in others)
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"(?s)file/studio: cannot make the studio's folder.*--folder"):
+        Access(tmp_path / "file" / "studio")
+
+
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644])
 def test_a_token_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
     Access(tmp_path)

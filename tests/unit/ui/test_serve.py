@@ -8,15 +8,18 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import tomllib
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import trainer
 from trainer.errors import ConfigError
+from trainer.queue.scheduler import is_scheduled
 from trainer.telemetry import locks
 from trainer.ui.access import Access
 from trainer.ui.page import STATIC, TEMPLATES
@@ -78,7 +81,8 @@ def test_a_second_studio_does_not_share_the_folder(studio: Studio, monkeypatch: 
 
 
 def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "trainer", "ui", "--port", "0", "--runs", str(tmp_path / "runs")]
+    words = [sys.executable, "-m", "trainer", "ui", "--no-queue", "--port", "0"]
+    words += ["--runs", str(tmp_path / "runs")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         link = re.search(r"(http://127\.0\.0\.1:\d+/login)#token=(\S+)", process.stdout.readline())
@@ -93,6 +97,30 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
             urllib.request.urlopen(urllib.request.Request(link[1], headers={"Host": "evil.example"}))
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) in (0, -signal.SIGTERM)
+
+
+def wait_for(look: Callable[[], bool]) -> None:
+    """Wait until `look` is true."""
+    end = time.monotonic() + 60
+    while not look():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_the_queues_jobs_are_started_while_it_serves(tmp_path: Path, signum: signal.Signals) -> None:
+    """However it ends, the process that starts them ends as well."""
+    words = [sys.executable, "-m", "trainer", "ui", "--port", "0", "--runs", str(tmp_path / "runs")]
+    environ = {**os.environ, "TRAINER_QUEUE_DIR": str(tmp_path / "queue")}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ) as process:
+        wait_for(lambda: is_scheduled(tmp_path / "queue"))
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ) as other:
+            _, errors = other.communicate(timeout=60)
+        assert b"another studio" in errors and is_scheduled(tmp_path / "queue")
+        process.send_signal(signum)
+        process.communicate(timeout=60)
+    wait_for(lambda: not is_scheduled(tmp_path / "queue"))
+    assert "queue in" in (tmp_path / "runs/.studio/queue.log").read_text()
 
 
 def test_a_missing_extra_is_told_with_the_command_that_installs_it(tmp_path: Path) -> None:
