@@ -13,7 +13,7 @@ from trainer.config.interpreter import python
 from trainer.queue.scheduler import is_scheduled
 
 LOG_FILE = "queue.log"
-"""What that process says, in the studio's folder."""
+"""Words of that process, in the studio's folder."""
 _LAST_SECONDS = 10.0
 
 
