@@ -145,6 +145,19 @@ def test_a_first_attempt_that_was_refused_is_a_run_with_an_end(tmp_path: Path) -
     assert end is not None and end.exit_code == 78, "the last refusal is the one to tell"
 
 
+def test_a_refused_start_is_a_run_only_where_none_is_below_it(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    process.end(folder, supervisor=7, exit_code=65, cause="", problems=(PROBLEM,))
+    assert find_runs(folder, tell=print) == [folder]
+    (folder / "a/b").mkdir(parents=True)
+    (folder / "a/b/config.resolved.yaml").write_text(CONFIG)
+    assert find_runs(folder, tell=print) == find_runs(tmp_path, tell=print) == [folder / "a/b"]
+    (folder / "config.resolved.yaml").write_text(CONFIG)
+    assert find_runs(folder, tell=print) == find_runs(tmp_path, tell=print) == [folder]
+    assert find_runs(folder, tell=print, nested=True) == [folder, folder / "a/b"]
+
+
 def test_a_run_of_an_older_version_is_not_what_a_refused_attempt_says(run_dir: Path) -> None:
     process.end(run_dir, supervisor=7, exit_code=78, cause="", problems=(PROBLEM,))
     assert read_run(run_dir).end is None
