@@ -128,6 +128,31 @@ def test_resume_adds_a_job_in_the_same_folder_and_then_releases_it(
     assert (again.id, seen.state) == (job.id, State.WAITING)
 
 
+def test_what_a_run_keeps_is_read_where_it_was_started_and_alone(
+    client: TestClient, studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume, and a new run like it: the studio lies elsewhere, and has a variable of another run."""
+    folder = made.make_run(studio.runs / "style")
+    (folder / "config.resolved.yaml").write_text((ROOT / "train_configs/quickstart.yaml").read_text())
+    made.checkpoint(folder, 80)
+    monkeypatch.chdir(ROOT)
+    made.ended(folder, 75)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRAINER__TRAIN__SEED", "999")
+    run = identifier(studio.runs, folder)
+    resumed = client.post(f"/runs/{run}/resume")
+    assert resumed.status_code == 303, resumed.text
+    like = client.post("/new/start", data={"start": f"run:{run}"})
+    assert like.status_code == 303, like.text
+    queue = Local(folder=environment.queue_dir())
+    assert [job.run for job, _ in queue.jobs()] == [folder, studio.runs / "style-2"]
+    for number in (1, 2):
+        config = yaml.safe_load((queue.folder / f"jobs/{number}/config.yaml").read_text())
+        assert Path(config["data"]["sets"][0]["img_dir"]) == ROOT / "examples/style"
+        assert Path(config["model"]["pretrained_model_name_or_path"]) == ROOT / "assets/tiny-flux"
+        assert config["train"]["seed"] == 0
+
+
 def test_a_run_that_has_a_result_goes_on_where_it_did_not_end_well(
     client: TestClient, studio: Studio
 ) -> None:
