@@ -12,7 +12,7 @@ import yaml
 
 from trainer.cli import main
 from trainer.config import environment
-from trainer.errors import ConfigError, ExitCode
+from trainer.errors import ConfigError, DataError, ExitCode
 from trainer.planning.plan import MemoryRow
 from trainer.queue.local import Local
 from trainer.ui.studio import Studio
@@ -290,6 +290,12 @@ def test_a_shipped_start_has_its_files_wherever_the_studio_was_started(
     assert Path(config["model"]["pretrained_model_name_or_path"]) == ROOT / "assets/tiny-flux"
     assert Path(config["data"]["sets"][0]["img_dir"]) == ROOT / "examples/style"
     assert Path(config["validation"]["img_dir"]) == ROOT / "examples/style-held-out"
+
+
+def test_a_start_without_its_samples_is_refused(studio: Studio) -> None:
+    view = new_run(studio, asked("quickstart", facts="", data__sets__0__img_dir="nothing"))
+    with pytest.raises(DataError, match="nothing does not exist"):
+        new.add_to_queue(view)
 
 
 AI_TOOLKIT = """
