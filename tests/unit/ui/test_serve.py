@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import trainer
+from trainer.cli import main
 from trainer.errors import ConfigError
 from trainer.queue.scheduler import is_scheduled
 from trainer.telemetry import locks
@@ -121,6 +122,22 @@ def test_the_queues_jobs_are_started_while_it_serves(tmp_path: Path, signum: sig
         process.communicate(timeout=60)
     wait_for(lambda: not is_scheduled(tmp_path / "queue"))
     assert "queue in" in (tmp_path / "runs/.studio/queue.log").read_text()
+
+
+def test_roots_have_one_name_however_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run folders of jobs are compared with them."""
+    asked: list[Studio] = []
+    monkeypatch.setattr("trainer.ui.serve.serve", lambda studio, **rest: asked.append(studio))
+    (tmp_path / "here").mkdir()
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["ui", "--runs", "../runs", "--data", "../link/data"]) == 0
+    (studio,) = asked
+    assert (studio.runs, studio.folder) == (tmp_path / "runs", tmp_path / "runs/.studio")
+    assert (studio.data, studio.models) == (tmp_path / "real/data", tmp_path / "here/models")
 
 
 def test_a_missing_extra_is_told_with_the_command_that_installs_it(tmp_path: Path) -> None:
