@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.data.pictures import write_rows
 from tests.unit.ui.datasets.sets import looked, make, tree
 from trainer.data.captions import clean_caption, read_sidecar
 from trainer.errors import DataError, NoSpaceError
 from trainer.files import atomic
 from trainer.ui.datasets import edits
-from trainer.ui.datasets.places import held
+from trainer.ui.datasets.places import Place, held
+from trainer.ui.datasets.snapshot import pictures_by_id
 from trainer.ui.studio import Studio
 
 
@@ -112,3 +116,15 @@ def test_errors_name_the_file_and_not_its_descriptor(studio: Studio) -> None:
     ):
         raise OSError(28, "No space left on device")
     assert [one.where for one in raised.value.problems] == [str(place.folder / "a.txt")]
+
+
+def test_data_sets_of_another_root_have_their_own_past(studio: Studio, tmp_path: Path) -> None:
+    """Two starts with one folder of runs, and a `cats` in each folder of data sets."""
+    other = dataclasses.replace(studio, data=tmp_path / "elsewhere")
+    first, second = make(studio, a="a cat"), make(other, a="a dog")
+    looked(first)
+    edits.delete(first, looked(first).pictures)
+    assert not pictures_by_id(second) and not edits.last_change(second)
+    assert edits.undo(second) == [] and not (first.folder / "a.png").exists()
+    # found again at the next start
+    assert edits.undo(make(studio)) == [] and (first.folder / "a.png").exists()

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
 import html
+import os
 import re
+import threading
 from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
 from starlette.testclient import TestClient
 
 from tests.unit.data.pictures import encoded, picture, write_rows
+from tests.unit.ui.conftest import ORIGIN
 from tests.unit.ui.datasets.sets import key_of, looked, make, tree
-from trainer.ui.datasets import worker
+from trainer.ui.datasets import edits, upload, worker
+from trainer.ui.pages import dataset
 from trainer.ui.studio import Studio
 
 
@@ -198,6 +207,31 @@ def test_a_read_only_set_is_shown_and_not_edited(
         client.post(f"/data/{place.id}/delete", data={"picture": key_of(place, "cats/a.png")}).status_code
         == 422
     )
+
+
+def test_a_caption_that_cannot_be_read_is_told_beside_its_picture(
+    client: TestClient, studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, plain = make(studio, a="a cat", b="a bee", c="a cow"), os.open
+    (place.folder / "a.txt").unlink()
+    (place.folder / "a.txt").mkdir()
+    looked(place)
+
+    def closed(path: str | Path, *arguments: int, **options: int | None) -> int:
+        if Path(path).name == "b.txt":  # whoever runs the tests may be root, whom no mode keeps out
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return plain(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", closed)
+    answer = client.get(f"/data/{place.id}")
+    assert answer.status_code == 200 and "a cow" in answer.text
+    assert "Is a directory" in answer.text and "Permission denied" in answer.text
+    address = f"/data/{place.id}/pictures/{key_of(place, 'cats/b.png')}/caption"
+    late = client.post(address, data={"caption": "x", "etag": ""})
+    assert late.status_code == 422 and "Permission denied" in late.text
+    # nor is it held open
+    held = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+    assert str(place.folder.resolve() / "a.txt") not in held
 
 
 def test_asking_twice_changes_nothing(client: TestClient, studio: Studio, tmp_path: Path) -> None:
