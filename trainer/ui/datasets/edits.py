@@ -162,8 +162,12 @@ def delete(place: Place, pictures: Sequence[Picture]) -> None:
 def add(place: Place, staged: Mapping[Path, str], to_trash: Sequence[str], what: str) -> None:
     """Move uploaded files to their names, after the files that they replace went to the trash.
 
-    The caller holds the lock, and has seen that no other file has these names.
+    The caller holds the lock. Raises DataError, before anything is moved, where a name is another file's.
     """
+    for name in staged.values():
+        if name not in to_trash and _is_there(place, name):
+            raise DataError("a file of this name is there", where=name, remedy="upload it once more")
+    assert len(set(staged.values())) == len(staged), "two files of one name"
     trash = _trash(place, to_trash)
     _remember(place, Change(what=what, added=tuple(staged.values()), moved=trash))
     _move_all(place, trash)

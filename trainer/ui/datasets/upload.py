@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -227,25 +227,29 @@ def _size(folder: Path) -> tuple[int, int]:
 def _final_names(folder: Path, names: list[str], existing: str) -> dict[str, tuple[str, list[str]]]:
     """For each file its name in `folder`, empty where it is left out, and the files that it replaces.
 
-    A picture and its caption keep a common stem.
+    A picture and its caption keep a common stem; a second picture of the upload that has it gets another, and
+    never replaces the first.
     """
     taken: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for path in folder.iterdir():
         taken[_sort(path.name)].append(path.name)
-    stems, groups = {stem for stem, _ in taken}, defaultdict(list)
+    stems = {stem for stem, _ in taken} | {PurePosixPath(name).stem for name in names}
+    seen: Counter[tuple[str, str]] = Counter()
+    groups: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
     for name in names:
-        groups[PurePosixPath(name).stem].append(name)
+        groups[PurePosixPath(name).stem, seen[_sort(name)]].append(name)
+        seen[_sort(name)] += 1
     final: dict[str, tuple[str, list[str]]] = {}
-    for stem, group in groups.items():
+    for (stem, before), group in groups.items():
         in_way = {name: sorted(taken.get(_sort(name), ())) for name in group}
         target = stem
-        if existing == "keep" and any(in_way.values()):
+        if existing == "keep" and (before or any(in_way.values())):
             # a caption alone would be no picture's under another name, metadata would not be read
             target = _free_stem(stem, stems) if any(_sort(name)[1] == "picture" for name in group) else ""
         for name in group:
-            left_out = not target or (existing == "skip" and in_way[name])
+            left_out = not target or (existing != "keep" and before) or (existing == "skip" and in_way[name])
             stored = "" if left_out else target + PurePosixPath(name).suffix
-            final[name] = (stored, in_way[name] if existing == "replace" else [])
+            final[name] = (stored, in_way[name] if existing == "replace" and stored else [])
     return final
 
 

@@ -118,6 +118,18 @@ def test_errors_name_the_file_and_not_its_descriptor(studio: Studio) -> None:
     assert [one.where for one in raised.value.problems] == [str(place.folder / "a.txt")]
 
 
+def test_a_file_that_came_meanwhile_is_not_replaced(studio: Studio) -> None:
+    """Between the choice of an upload's names and their use, by another program."""
+    place = make(studio, a="a cat")
+    staged = place.folder / ".upload-1"
+    staged.mkdir()
+    (staged / "a.png").write_bytes(b"new")
+    before = tree(place.folder)
+    with pytest.raises(DataError, match="of this name"):
+        edits.add(place, {staged / "a.png": "cats/a.png"}, [], "1 files added")
+    assert tree(place.folder) == before and not edits.last_change(place)
+
+
 def test_data_sets_of_another_root_have_their_own_past(studio: Studio, tmp_path: Path) -> None:
     """Two starts with one folder of runs, and a `cats` in each folder of data sets."""
     other = dataclasses.replace(studio, data=tmp_path / "elsewhere")

@@ -114,6 +114,26 @@ def test_a_picture_of_the_same_stem_is_in_the_way_too(client: TestClient, studio
     assert set(tree(place.folder)) == {"a.jpg", "a.txt", "a-2.jpg"}
 
 
+@pytest.mark.parametrize("existing", ["keep", "replace", "skip"])
+def test_names_of_one_upload_are_kept_apart(client: TestClient, studio: Studio, existing: str) -> None:
+    """A name that one file would get is another's of the same upload, and two pictures have one stem."""
+    place, jpg = make(studio, cat="a cat"), encoded(picture(seed=3), "JPEG")
+    before = tree(place.folder)
+    told = send(
+        client, place, [("cat.png", OTHER), ("cat-2.png", PNG), ("dog.png", PNG), ("dog.jpg", jpg)], existing
+    )
+    files = tree(place.folder)
+    stored = {"keep": "stored as cat-3.png", "replace": "stored"}.get(existing, upload._THERE)
+    assert told["cat.png"] == stored and told["cat-2.png"] == told["dog.png"] == "stored"
+    assert files["cat-2.png"] == files["dog.png"] == PNG
+    assert told["dog.jpg"] == ("stored as dog-2.jpg" if existing == "keep" else upload._THERE)
+    names = {"keep": {"cat-3.png", "dog-2.jpg"}}.get(existing, set())
+    assert set(files) == {"cat.png", "cat.txt", "cat-2.png", "dog.png"} | names
+    assert files["cat.png"] == (OTHER if existing == "replace" else before["cat.png"])
+    client.post(f"/data/{place.id}/undo")
+    assert tree(place.folder) == before
+
+
 def test_a_caption_for_a_picture_that_is_there(client: TestClient, studio: Studio) -> None:
     place = make(studio, a="a cat")
     (place.folder / "a.txt").unlink()
