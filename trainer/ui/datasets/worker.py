@@ -21,7 +21,6 @@ from typing import Any
 from PIL import Image
 
 from trainer.config.interpreter import python
-from trainer.config.schema import DataSet
 from trainer.data.captions import read_sidecar
 from trainer.data.pictures.buckets import buckets
 from trainer.data.pictures.formats import FORMATS_TEXT, SUFFIXES
@@ -29,7 +28,7 @@ from trainer.data.pictures.images import claimed_pixels, read_bytes, read_image
 from trainer.data.pictures.opened import open_all
 from trainer.data.sets.look import look
 from trainer.data.sets.metadata import METADATA_NAMES, read_metadata
-from trainer.data.sets.scan import find_images, open_images
+from trainer.data.sets.scan import open_images
 from trainer.errors import DataError, TrainerError
 from trainer.files import atomic
 from trainer.telemetry.locks import is_held
@@ -148,13 +147,10 @@ def _tidy(place: Place) -> None:
 
 
 def _look(place: Place, settings: Settings, asked: int, first: bool) -> None:
-    masks = place.root / settings.mask if settings.mask else None
-    controls = tuple(place.root / name for name in settings.controls) or None
-    one = DataSet(img_dir=place.folder, mask_dir=masks, control_dir=controls)
-    found = find_images([one], settings.model.control_counts)
+    found = snapshot.listed(place, settings)
     sizes = buckets(settings.resolution, settings.model.pixel_multiple)
     if first:
-        listed = Snapshot(settings=settings, pictures=look(found, place.root, sizes)[0])
+        listed = Snapshot(pictures=look(found, place.root, sizes)[0])
         snapshot.keep(place, snapshot.SNAPSHOT_NAME, listed)
     told = 0.0
 
@@ -175,7 +171,7 @@ def _look(place: Place, settings: Settings, asked: int, first: bool) -> None:
     for path in (item.path for item in found.images if item.path in found.good):
         _keep_thumbnail(thumbnail_path(place.studio, found.good[path].content_sha256), path)
     pictures, strays = look(found, place.root, sizes)
-    result = Snapshot(settings=settings, complete=True, asked=asked, pictures=pictures, strays=strays)
+    result = Snapshot(complete=True, asked=asked, pictures=pictures, strays=strays)
     snapshot.keep(place, snapshot.SNAPSHOT_NAME, result)
 
 

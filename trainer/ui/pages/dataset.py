@@ -210,10 +210,7 @@ def _undo(studio: Studio, request: Request, form: FormData) -> None:
 
 
 def _to_files(studio: Studio, request: Request, form: FormData) -> None:
-    place = place_of(studio, request.path_params["set"])
-    found = snapshot.read_snapshot(place)
-    if found is not None:
-        edits.captions_to_files(place, found)
+    edits.captions_to_files(place_of(studio, request.path_params["set"]))
 
 
 def _delete(studio: Studio, request: Request, form: FormData) -> None:

@@ -118,6 +118,45 @@ def test_errors_name_the_file_and_not_its_descriptor(studio: Studio) -> None:
     assert [one.where for one in raised.value.problems] == [str(place.folder / "a.txt")]
 
 
+def rows_of(place: Place, **texts: str) -> None:
+    """Metadata with a row for each picture, whose .txt goes."""
+    for name in texts:
+        (place.folder / f"{name}.txt").unlink(missing_ok=True)
+    write_rows(place.folder, [{"file_name": f"{name}.png", "text": text} for name, text in texts.items()])
+
+
+def test_rows_become_files_as_they_are_now(studio: Studio) -> None:
+    """Not as they were when the data set was looked at."""
+    place = make(studio, a="x", b="y")
+    rows_of(place, a="old", b="same")
+    looked(place)
+    rows_of(place, a="new", b="same")
+    before = tree(place.folder)
+    edits.captions_to_files(place)
+    assert {name: data for name, data in tree(place.folder).items() if name.endswith("txt")} == {
+        "a.txt": b"new\n", "b.txt": b"same\n",
+    }  # fmt: skip
+    assert edits.undo(place) == [] and tree(place.folder) == before
+
+
+@pytest.mark.parametrize("reason", ["written meanwhile", "no caption", "named twice"])
+def test_rows_that_cannot_become_files_stay(studio: Studio, reason: str) -> None:
+    """All of them, and the metadata too: each is told by its picture."""
+    place = make(studio, a="x", b="y")
+    rows_of(place, a="row a", b="row b")
+    looked(place)
+    if reason == "written meanwhile":
+        (place.folder / "a.txt").write_text("mine")
+    else:
+        texts = ["\x00"] if reason == "no caption" else ["row a", "row a"]
+        write_rows(place.folder, [{"file_name": "a.png", "text": text} for text in texts])
+    before = tree(place.folder)
+    with pytest.raises(DataError) as raised:
+        edits.captions_to_files(place)
+    assert [one.where for one in raised.value.problems] == ["cats/a.png"]
+    assert tree(place.folder) == before and not edits.last_change(place)
+
+
 def test_a_file_that_came_meanwhile_is_not_replaced(studio: Studio) -> None:
     """Between the choice of an upload's names and their use, by another program."""
     place = make(studio, a="a cat")

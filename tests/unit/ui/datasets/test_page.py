@@ -234,6 +234,25 @@ def test_a_caption_that_cannot_be_read_is_told_beside_its_picture(
     assert str(place.folder.resolve() / "a.txt") not in held
 
 
+def test_captions_that_changed_during_a_replacement_are_told(
+    client: TestClient, studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last look at them, before they are written."""
+    place, plain = make(studio, a="a cat"), edits.write_captions
+    looked(place)
+    address, asked = f"/data/{place.id}/replace", {"find": "cat", "replace": "dog"}
+    seen = field(client.get(address, params=asked).text, "seen")
+
+    def meanwhile(*arguments: Any) -> None:
+        (place.folder / "a.txt").write_text("another cat")
+        plain(*arguments)
+
+    monkeypatch.setattr(edits, "write_captions", meanwhile)
+    answer = client.post(address, data=asked | {"seen": seen})
+    assert answer.status_code == 422 and "changed on the disk meanwhile" in answer.text
+    assert (place.folder / "a.txt").read_text() == "another cat"
+
+
 def test_asking_twice_changes_nothing(client: TestClient, studio: Studio, tmp_path: Path) -> None:
     """S5, of all that is read: no file appears, none changes."""
     place = make(studio, a="a cat")
