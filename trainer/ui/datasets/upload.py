@@ -11,7 +11,6 @@ import shutil
 import tempfile
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Literal
@@ -23,7 +22,7 @@ from trainer.data.sets.metadata import METADATA_NAMES
 from trainer.errors import DataError
 from trainer.files import atomic
 from trainer.ui.datasets import edits, worker
-from trainer.ui.datasets.places import Place, writing_to
+from trainer.ui.datasets.places import Place, require_writable, writing_to
 from trainer.words.sizes import GIB, gib
 
 MOST_FILE_BYTES = 64 * 1024**2
@@ -63,15 +62,17 @@ def stored_name(given: str) -> str:
 
 
 class Upload:
-    """One form as it comes in: `write` takes its bytes, `finish` stores what is good.
+    """One form as it comes in: `write` takes its bytes, `finish` stores what is good; then `close` it.
 
-    Opening it raises DataError where the data set is full, read-only, or its disk is.
+    Opening it raises DataError where it is no form with files, where the data set is read-only, and where
+    the disk cannot take `coming_bytes`.
     """
 
-    def __init__(self, place: Place, boundary: bytes, coming_bytes: int) -> None:
-        if not place.writable:
-            remedy = "let the studio's user write there, or mount it without `ro`"
-            raise DataError("the data set is read-only", where=str(place.folder), remedy=remedy)
+    def __init__(self, place: Place, content_type: str, coming_bytes: int = 0) -> None:
+        kind, options = parse_options_header(content_type)
+        if kind != b"multipart/form-data" or not options.get(b"boundary"):
+            raise DataError("the request is no form with files", where="Content-Type")
+        require_writable(place)
         self._place = place
         self._files, self._bytes = _size(place.folder)
         self._require_space(coming_bytes)
@@ -83,7 +84,7 @@ class Upload:
         self._header = self._value = b""
         self._size = self._unlooked = 0
         self._parser = MultipartParser(
-            boundary,
+            options[b"boundary"],
             {
                 "on_part_begin": self._part_begin,
                 "on_header_field": self._header_bytes,
@@ -116,12 +117,9 @@ class Upload:
                 edits.add(self._place, moved, list(trash), f"{len(moved)} files added")
         told = []
         for one in self._told:
-            if one.stored:
-                stored = names[one.stored][0] if one.stored in names else ""
-                one = dataclasses.replace(
-                    one, stored=stored, problem=problems[one.stored] or ("" if stored else _THERE)
-                )
-            told.append(one)
+            stored, _ = names.get(one.stored, ("", []))
+            problem = one.problem or problems[one.stored] or ("" if stored else _THERE)
+            told.append(dataclasses.replace(one, stored=stored, problem=problem))
         return told
 
     def close(self) -> None:
@@ -196,22 +194,6 @@ class Upload:
         elif b"filename" not in self._part:
             name = self._part.get(b"name", b"").decode(errors="replace")
             self._fields[name] = self._value.decode(errors="replace")
-
-
-@contextlib.contextmanager
-def receiving(place: Place, content_type: str, coming_bytes: int = 0) -> Iterator[Upload]:
-    """Give an upload for a form of this type, whose files are gone afterwards where they were not stored.
-
-    Raises DataError for another type, and where the disk cannot take `coming_bytes`.
-    """
-    kind, options = parse_options_header(content_type)
-    if kind != b"multipart/form-data" or not options.get(b"boundary"):
-        raise DataError("the request is no form with files", where="Content-Type")
-    upload = Upload(place, options[b"boundary"], coming_bytes)
-    try:
-        yield upload
-    finally:
-        upload.close()
 
 
 def _size(folder: Path) -> tuple[int, int]:

@@ -41,11 +41,9 @@ PREVIEW_PIXELS = 1024
 MOST_PIXELS = 100_000_000
 """Pixels of a picture that is uploaded."""
 _LOCK_NAME, _ASKED_NAME = "look.lock", "asked"
-_TELL_SECONDS = 0.5
+_TELL_PICTURES = 8
 _DAY_SECONDS = 24 * 3600
 _LONGEST_SECONDS = 600
-_TURNS = threading.BoundedSemaphore(2)
-"""Workers that answer a request at a time: each may hold a picture of 100 megapixels."""
 Task = dict[str, Any]
 
 
@@ -81,11 +79,13 @@ def is_looking(place: Place) -> bool:
 
 
 def ask(name: str, place: Place, path: str) -> bytes:
-    """Output of a task about one path, which is waited for. Raises DataError where the worker fails."""
+    """Output of a task about one path, which is waited for; the caller limits how many are at work.
+
+    Raises DataError where the worker fails.
+    """
     task = json.dumps(_task(name, place) | {"path": path}).encode()
     try:
-        with _TURNS:
-            done = subprocess.run(_command(), input=task, capture_output=True, timeout=_LONGEST_SECONDS)
+        done = subprocess.run(_command(), input=task, capture_output=True, timeout=_LONGEST_SECONDS)
     except subprocess.TimeoutExpired as error:
         what = f"decoding took longer than {_LONGEST_SECONDS} s"
         raise DataError(what, where=path, remedy="remove what was added last") from error
@@ -152,12 +152,9 @@ def _look(place: Place, settings: Settings, asked: int, first: bool) -> None:
     if first:
         listed = Snapshot(pictures=look(found, place.root, sizes)[0])
         snapshot.keep(place, snapshot.SNAPSHOT_NAME, listed)
-    told = 0.0
 
     def progress(done: int, total: int) -> None:
-        nonlocal told
-        if time.monotonic() > told + _TELL_SECONDS:
-            told = time.monotonic()
+        if done % _TELL_PICTURES == 0:
             snapshot.keep(place, snapshot.PROGRESS_NAME, Progress(done=done, total=total))
 
     masked = {mask for item in found.images for mask in item.masks}

@@ -253,6 +253,66 @@ def test_captions_that_changed_during_a_replacement_are_told(
     assert (place.folder / "a.txt").read_text() == "another cat"
 
 
+def test_nothing_slow_runs_between_the_requests(
+    client: TestClient, studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upload walks the set, removes what is left over and draws a page in threads."""
+    place, run, on_loop = make(studio, a="a cat"), [], []
+
+    def watched(module: Any, name: str) -> None:
+        plain = getattr(module, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            run.append(name)
+            with contextlib.suppress(RuntimeError):  # which a thread without a loop raises
+                asyncio.get_running_loop()
+                on_loop.append(name)
+            return plain(*arguments, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    monkeypatch.setattr(worker, "ask", lambda *_: b'{"b.png": ""}')
+    for module, name in ((upload, "_size"), (upload.shutil, "rmtree"), (dataset, "render"), (worker, "ask")):
+        watched(module, name)
+    files = [("files", ("b.png", encoded(picture(seed=5)), "image/png"))]
+    assert client.post(f"/data/{place.id}/upload", files=files).status_code == 200
+    assert (run, on_loop) == (["_size", "ask", "rmtree", "render"], [])
+
+
+def test_pages_answer_while_pictures_are_decoded(
+    client: TestClient, studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More requests than there are threads wait for workers that do not end before another page was shown."""
+    place, shown, asked = make(studio, a="a cat"), threading.Event(), []
+    looked(place)
+
+    def ask(*_: object) -> bytes:
+        asked.append(shown.is_set())
+        shown.wait()
+        return b"picture"
+
+    monkeypatch.setattr(worker, "ask", ask)
+    address = f"/data/{place.id}/pictures/{key_of(place, 'cats/a.png')}/preview"
+
+    async def many() -> list[int]:
+        transport = httpx2.ASGITransport(client.app)
+        async with httpx2.AsyncClient(
+            transport=transport, base_url=ORIGIN, cookies=client.cookies
+        ) as browser:
+            previews = [asyncio.create_task(browser.get(address)) for _ in range(50)]
+            # only against waiting for ever, where this fails
+            try:
+                page = await asyncio.wait_for(browser.get("/data"), 60)
+            finally:
+                shown.set()
+            return [page.status_code, *[(await one).status_code for one in previews]]
+
+    page, *previews = asyncio.run(many())
+    assert page == 200
+    assert (previews.count(200), previews.count(503)) == (16, 34)
+    assert len(asked) == 16 and asked.count(False) <= 2
+
+
 def test_asking_twice_changes_nothing(client: TestClient, studio: Studio, tmp_path: Path) -> None:
     """S5, of all that is read: no file appears, none changes."""
     place = make(studio, a="a cat")
