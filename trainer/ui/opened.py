@@ -16,7 +16,8 @@ from trainer.ui.studio import UnknownIdError
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_MOST_PIXELS = 100_000_000
+MOST_PIXELS = 100_000_000
+"""Pixels of a picture that is uploaded or shown."""
 
 
 @contextlib.contextmanager
@@ -75,12 +76,18 @@ def webp(root: Path, path: Path, changed_ns: int, side: int) -> bytes:
     with open_below(root, path) as file:
         try:
             with Image.open(file, formats=("PNG",)) as picture:
-                if picture.width * picture.height > _MOST_PIXELS:
+                if picture.width * picture.height > MOST_PIXELS:
                     raise UnknownIdError(str(path))
-                small = picture.convert("RGB")
-                small.thumbnail((side, side), Image.Resampling.LANCZOS)
+                plain = picture.convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise UnknownIdError(str(path)) from error
-    result = io.BytesIO()
-    small.save(result, format="WEBP", quality=88)
+    return as_webp(plain, side)
+
+
+def as_webp(picture: Image.Image, side: int) -> bytes:
+    """WebP of a decoded picture, no side longer than `side` pixels, without texts, EXIF and profile."""
+    picture.thumbnail((side, side), Image.Resampling.LANCZOS)
+    plain, result = Image.new("RGB", picture.size), io.BytesIO()
+    plain.paste(picture)
+    plain.save(result, "WEBP", quality=85)
     return result.getvalue()

@@ -65,11 +65,12 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """Files that were good when they were opened, by path."""
+    """Files that were good when they were opened."""
 
-    marks: Mapping[str, tuple[int, int, int, bool]]
-    """Size, times of change (of the content, of anything) in nanoseconds, whether it was opened as a mask."""
-    measured: Mapping[str, Measured]
+    files: Mapping[str, tuple[tuple[int, int, int, bool], Measured]]
+    """By path: size, times of change (of the content, of anything) in nanoseconds, whether it was opened as a
+    mask; and what it holds.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,7 @@ def read_progress(place: Place) -> Progress | None:
 
 def read_opened(place: Place) -> Opened:
     """Files that the latest look found good; none where there was no look."""
-    return _kept(Opened, place.state / OPENED_NAME) or Opened(marks={}, measured={})
+    return _kept(Opened, place.state / OPENED_NAME) or Opened(files={})
 
 
 def keep(place: Place, name: str, value: object) -> None:

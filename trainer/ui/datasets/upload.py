@@ -13,7 +13,7 @@ import unicodedata
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Literal
+from typing import BinaryIO
 
 from python_multipart.multipart import MultipartParser, parse_options_header
 
@@ -37,7 +37,6 @@ _MOST_NAME_BYTES = 160
 _DISPOSITION = b"content-disposition"
 _THERE = "a file of this name, or a picture of its stem, is there already: left out"
 _NOT_ALLOWED = re.compile(r"[^\w .,()@+=~-]+")
-Existing = Literal["keep", "replace", "skip"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ Tasks are `look` (at a data set), `judge` (uploaded files) and `preview` (one pi
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
-import io
 import json
 import shutil
 import subprocess
@@ -17,8 +17,6 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 from trainer.config.interpreter import python
 from trainer.data.captions import read_sidecar
@@ -35,11 +33,10 @@ from trainer.telemetry.locks import is_held
 from trainer.ui.datasets import edits, snapshot
 from trainer.ui.datasets.places import Place, opened
 from trainer.ui.datasets.snapshot import Opened, Progress, Settings, Snapshot
+from trainer.ui.opened import MOST_PIXELS, as_webp
 
 THUMBNAIL_PIXELS = 256
 PREVIEW_PIXELS = 1024
-MOST_PIXELS = 100_000_000
-"""Pixels of a picture that is uploaded."""
 _LOCK_NAME, _ASKED_NAME = "look.lock", "asked"
 _TELL_PICTURES = 8
 _DAY_SECONDS = 24 * 3600
@@ -159,11 +156,11 @@ def _look(place: Place, settings: Settings, asked: int, first: bool) -> None:
 
     masked = {mask for item in found.images for mask in item.masks}
     marks = {str(path): mark for path in set(found.files) if (mark := _mark(path, path in masked))}
-    before = snapshot.read_opened(place)
-    same = [name for name, mark in marks.items() if before.marks.get(name) == mark]
-    open_images(found, known={Path(name): before.measured[name] for name in same}, progress=progress)
-    good = {str(path): one for path, one in found.good.items() if str(path) in marks}
-    kept = Opened(marks={name: marks[name] for name in good}, measured=good)
+    before = snapshot.read_opened(place).files
+    known = {Path(name): one for name, (mark, one) in before.items() if marks.get(name) == mark}
+    open_images(found, known=known, progress=progress)
+    good = {str(path): one for path, one in found.good.items()}
+    kept = Opened(files={name: (mark, good[name]) for name, mark in marks.items() if name in good})
     snapshot.keep(place, snapshot.OPENED_NAME, kept)
     for path in (item.path for item in found.images if item.path in found.good):
         _keep_thumbnail(thumbnail_path(place.studio, found.good[path].content_sha256), path)
@@ -183,26 +180,12 @@ def _mark(path: Path, as_mask: bool) -> tuple[int, int, int, bool] | None:
 
 def _keep_thumbnail(target: Path, path: Path) -> None:
     """Make a picture's thumbnail unless it is there; one that has changed meanwhile gets its next time."""
-    if target.exists():
-        return
-    try:
-        data = small(path, THUMBNAIL_PIXELS, target.stem)
-    except DataError:
-        return  # the next look tells what is wrong with it
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with atomic.writing(target, sync=False) as file:
-        file.write(data)
-
-
-def small(path: Path, most: int, sha256: str | None = None) -> bytes:
-    """WebP of a picture, no side longer than `most` pixels, without EXIF. Raises DataError."""
-    image = read_image(path, content_sha256=sha256)
-    image.thumbnail((most, most), Image.Resampling.BICUBIC)
-    # a copy without the text and EXIF of the file
-    plain, buffer = Image.new("RGB", image.size), io.BytesIO()
-    plain.paste(image)
-    plain.save(buffer, "WEBP", quality=80)
-    return buffer.getvalue()
+    if not target.exists():
+        with contextlib.suppress(DataError):  # the next look tells what is wrong with it
+            data = as_webp(read_image(path, content_sha256=target.stem), THUMBNAIL_PIXELS)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with atomic.writing(target, sync=False) as file:
+                file.write(data)
 
 
 def _command() -> list[str]:
@@ -225,8 +208,8 @@ def main() -> int:
                 print(json.dumps(judge(place, Path(task["path"]))))
             case "preview":
                 with opened(place, task["path"]) as file:
-                    data = small(Path(f"/proc/self/fd/{file.fileno()}"), PREVIEW_PIXELS)
-                sys.stdout.buffer.write(data)
+                    picture = read_image(Path(f"/proc/self/fd/{file.fileno()}"))
+                sys.stdout.buffer.write(as_webp(picture, PREVIEW_PIXELS))
     except TrainerError as error:
         print(error, file=sys.stderr)
         return int(error.exit_code)
