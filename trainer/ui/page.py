@@ -53,21 +53,22 @@ def render(request: Request, name: str, *, status_code: int = 200, **context: An
         version=__version__,
         **context,
     )  # fmt: skip
-    return HTMLResponse(without_secrets(text), status_code=status_code, headers=dict(HEADERS))
+    return HTMLResponse(shown(text), status_code=status_code, headers=dict(HEADERS))
 
 
 def part(request: Request, name: str, **context: Any) -> str:
-    """The HTML of a template that is a part of a page; `csrf` is there besides `context`."""
-    session = request.state.session
-    text = templates().get_template(name).render(csrf=session.csrf if session else "", **context)
-    return without_secrets(text)
+    """The HTML of a template that is a part of a page, with `csrf` besides `context`."""
+    csrf = request.state.session.csrf
+    return shown(templates().get_template(name).render(csrf=csrf, **context))
 
 
-def without_secrets(text: str) -> str:
-    """HTML without secrets, whether or not they were escaped."""
+def shown(text: str) -> str:
+    """HTML without secrets, whether or not they were escaped. Bytes of file names that are no UTF-8, which no
+    page can hold, are spelled out: `caf\\udce9`.
+    """
     environ = environment.snapshot()
     escaped = {f"HTML_{name}": html.escape(value) for name, value in environ.items() if names_secret(name)}
-    return redacted(text, {**environ, **escaped})
+    return redacted(text, {**environ, **escaped}).encode(errors="backslashreplace").decode()
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from tests.unit.ui import made
 from tests.unit.ui.conftest import ORIGIN
 from tests.unit.ui.routes import fill, listed, snapshot
 from trainer.errors import Problem
+from trainer.ui.pages.job import attachment
 from trainer.ui.studio import Studio, identifier
 
 SLASH = "\N{DIVISION SLASH}"
@@ -256,3 +257,40 @@ def test_a_removed_run_is_a_page_of_its_own(client: TestClient) -> None:
 def test_a_closed_folder_is_told(client: TestClient, studio: Studio) -> None:
     (studio.runs / "closed").mkdir(mode=0)
     assert "may not look into it" in client.get("/").text
+
+
+def test_names_that_are_no_text_are_spelled_out(client: TestClient, studio: Studio) -> None:
+    """Bytes of Latin-1 as an older disk has them: of runs, data sets and base models."""
+    name = os.fsdecode(b"caf\xe9")
+    runs = []
+    for number in range(2):
+        folder = studio.runs / f"{name}-{number}"
+        made.make_run(studio.runs / str(number), done=20).rename(folder)
+        runs.append(identifier(studio.runs, folder))
+    for root in (studio.data, studio.models):
+        (root / name).mkdir()
+    (studio.models / name / "config.json").write_text("{}")
+    both = f"?run={runs[0]}&run={runs[1]}"
+    paths = ["/", f"/runs/{runs[0]}", "/data", f"/data/{identifier(studio.data, studio.data / name)}"]
+    paths += ["/welcome", "/compare", f"/compare{both}", f"/compare/comparison.csv{both}"]
+    for path in paths:
+        answer = client.get(path)
+        assert answer.status_code == 200 and r"caf\udce9" in answer.text, path
+    answer = client.get("/new")
+    assert answer.status_code == 200 and '"caf' not in answer.text, "it cannot be chosen by a form"
+
+
+def test_a_download_is_as_long_as_it_said(tmp_path: Path) -> None:
+    """Also of a file that grows or shrinks meanwhile."""
+    for content, later in ((b"x" * 300_000, b"more"), (b"", b"more"), (b"abc", b"")):
+        path = tmp_path / "log.jsonl"
+        path.write_bytes(content)
+        answer = attachment(path.open("rb"), path.name)
+        with path.open("ab") as file:
+            file.write(later)
+        parts = asyncio.run(collected(answer))
+        assert parts == content and answer.headers["content-length"] == str(len(content))
+
+
+async def collected(answer: Any) -> bytes:
+    return b"".join([part async for part in answer.body_iterator])
