@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import html
 import io
 import json
@@ -21,6 +22,7 @@ from tests.unit.ui import made
 from tests.unit.ui.conftest import ORIGIN
 from tests.unit.ui.routes import fill, listed, snapshot
 from trainer.errors import Problem
+from trainer.ui.app import create_app
 from trainer.ui.pages.job import attachment
 from trainer.ui.studio import Studio, identifier
 
@@ -294,3 +296,20 @@ def test_a_download_is_as_long_as_it_said(tmp_path: Path) -> None:
 
 async def collected(answer: Any) -> bytes:
     return b"".join([part async for part in answer.body_iterator])
+
+
+def test_where_runs_are_started_elsewhere_a_new_one_is_a_file(studio: Studio, open_client: Any) -> None:
+    """No page has a button, and no route an answer, that would put a job where nothing starts it."""
+    folder = made.make_run(studio.runs / "cats", done=20)
+    made.checkpoint(folder, 20)
+    made.ended(folder, 75)
+    run = f"/runs/{identifier(studio.runs, folder)}"
+    adding = {"/new/start": "/new", "/welcome/quickstart": "/welcome", f"{run}/resume": run}
+    here = open_client(create_app(studio))
+    there = open_client(create_app(dataclasses.replace(studio, starts_runs=False)))
+    for path, page in adding.items():
+        assert path in here.get(page).text
+        assert path not in there.get(page).text and there.post(path).status_code in (404, 405)
+    assert "/new/file" in there.get("/new").text and "queue run" not in there.get("/welcome").text
+    assert 'type="password"' not in there.get("/settings").text, "no run would read it"
+    assert not (studio.folder.parent.parent / "queue").exists()

@@ -103,7 +103,7 @@ def _acts(studio: Studio) -> Sequence[BaseRoute]:
 
     return [
         Route("/runs/{run}/ask", ask, methods=["POST"]),
-        Route("/runs/{run}/resume", go_on, methods=["POST"]),
+        *([Route("/runs/{run}/resume", go_on, methods=["POST"])] if studio.starts_runs else []),
     ]
 
 
