@@ -133,7 +133,7 @@ def test_an_empty_file_is_no_token_to_the_hub(client: TestClient, tmp_path: Path
 def test_a_secret_that_could_not_be_kept_is_not_asked_for(
     client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of a container, whose mounts may be read-only to root as well."""
+    """A container's mount may be read-only to root as well."""
     closed, asked = tmp_path / "closed", os.access
     closed.mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != closed and asked(path, mode))

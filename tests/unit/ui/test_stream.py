@@ -183,7 +183,7 @@ def test_a_stream_ends_and_leaves_its_seat_when_the_browser_does(
 def test_a_stream_says_nothing_after_the_end_of_its_session(
     client: TestClient, app: Starlette, studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the run does next would be the next event: then the browser leaves, so that the test ends."""
+    """A later step of the run would be the next event: then the browser leaves, so that the test ends."""
     monkeypatch.setattr(stream, "_LOOK_SECONDS", 0.0)
     folder = made.make_run(studio.runs / "cats", done=30)
     cookie = "; ".join(f"{name}={value}" for name, value in client.cookies.items())
