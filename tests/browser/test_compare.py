@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.browser.conftest import ROOT, Running, logged_in
 from tests.unit.ui import made
 from trainer.queue.launcher import State
 from trainer.queue.local import Local
+from trainer.queue.scheduler import is_scheduled
 
 pytestmark = pytest.mark.browser
 NewContext = Callable[..., BrowserContext]
@@ -148,6 +150,9 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         ui = opened("ui", "--queue" if scheduled else "--no-queue", "--port", "0", *options)
         assert ui.stdout is not None
         link = ui.stdout.readline().split()[-1]
+        while scheduled and not is_scheduled(tmp_path / "queue"):
+            assert ui.poll() is None
+            time.sleep(0.05)
         return Running(url=link.partition("/login")[0], link=link, process=ui, runs=paths["runs"])
 
     yield both

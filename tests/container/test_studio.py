@@ -6,7 +6,7 @@ import re
 import socket
 from collections.abc import Iterator
 
-import httpx
+import httpx2 as httpx
 import pytest
 
 from tests.container.boxes import Box

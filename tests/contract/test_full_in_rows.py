@@ -187,6 +187,7 @@ def test_three_ranks_share_sizes_that_three_does_not_divide(runs: Runs) -> None:
     require_equal(runs(LLAMA, 3, three), runs(LLAMA, 1, three))
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_micro_batch_of_its_own_passes_through_the_model_all_the_same(runs: Runs) -> None:
     """Batches of two pictures, one of which has another size: some steps have three micro-batches."""
     options = ("train.train_batch_size=2", "train.gradient_accumulation_steps=2", "validation.prompts=[]")

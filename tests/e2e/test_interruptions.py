@@ -112,6 +112,7 @@ def test_a_stop_while_caching_saves_nothing_but_the_cache(case: Case, fork: Star
     assert not list(process.cache.rglob("*.tmp"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FIRST_CASES, ids=str)
 def test_a_stop_before_the_first_step_saves_nothing(case: Case, fork: Start, tmp_path: Path) -> None:
     process = fork(case, tmp_path, "validation.num_inference_steps=500")

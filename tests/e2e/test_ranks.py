@@ -98,6 +98,7 @@ def test_two_ranks_give_the_bits_of_one(
 SHARDED = (TWO, "parallel.shard=full")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [FIRST, *(pytest.param(case, marks=pytest.mark.slow) for case in LORA_CASES[1:])], ids=str
 )

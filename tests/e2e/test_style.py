@@ -20,6 +20,8 @@ from tests.contract.runs import ROOT, job_of
 from tests.e2e.conftest import environment, free_port
 from tests.overlap import overlap
 
+pytestmark = pytest.mark.slow
+
 QUICKSTART = ROOT / "train_configs" / "quickstart.yaml"
 STYLE, HELD_OUT = ROOT / "examples" / "style", ROOT / "examples" / "style-held-out"
 THINGS = ("castle", "penguin", "robot", "unicorn", "purple-heart", "green-circle")
@@ -133,7 +135,6 @@ def brown(work: Path, measure: Measure) -> Measured:
     return measure(train(work, "brown", recoloured(work / "pictures"), OTHER_STEPS))
 
 
-@pytest.mark.slow
 def test_the_lora_teaches_the_style(base: Measured, styled: Measured) -> None:
     assert shortcomings(base, styled) == []
 
@@ -149,7 +150,6 @@ def test_the_base_model_alone_does_not_pass(base: Measured) -> None:
     assert len(shortcomings(base, base)) == 2
 
 
-@pytest.mark.slow
 def test_a_lora_of_another_style_does_not_pass(base: Measured, brown: Measured) -> None:
     assert brown.loss < base.loss, "it learned something"
     assert not any(map(is_style, brown.pictures))

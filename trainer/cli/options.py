@@ -89,10 +89,6 @@ class Layers:
         from trainer.config import environment
         from trainer.families.loading import load_config
 
-        environ = environment.snapshot()
-        if not variables:
-            kept = environment.CONFIG_PREFIX
-            environ = {name: value for name, value in environ.items() if not name.startswith(kept)}
         loaded = load_config(
             self.configs,
             overrides=self.overrides,
@@ -101,7 +97,7 @@ class Layers:
             budget=self.budget,
             gpus=self.gpus,
             presets=self.presets,
-            environ=environ,
+            environ=environment.snapshot() if variables else environment.without_settings(),
         )
         for kind, texts in (("warning", loaded.warnings), ("note", loaded.notes)):
             for text in texts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -75,12 +76,14 @@ def ui(
     from trainer.config import environment
     from trainer.ui.studio import Studio
 
-    root = runs.absolute()
+    # as a job's run folder, with which they are compared
+    named = (folder or runs / STATE_FOLDER, runs, data, models)
+    own, runs, data, models = (Path(os.path.realpath(path)) for path in named)
     studio = Studio(
-        folder=(folder or root / STATE_FOLDER).absolute(),
-        runs=root,
-        data=data.absolute(),
-        models=models.absolute(),
+        folder=own,
+        runs=runs,
+        data=data,
+        models=models,
         runtime=environment.runtime_dir(),
         starts_runs=not runs_elsewhere,
     )

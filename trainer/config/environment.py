@@ -123,6 +123,12 @@ def snapshot() -> dict[str, str]:
     return dict(os.environ)
 
 
+def without_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment, this process's if not given, without what would lie over a configuration's files."""
+    every = snapshot() if environ is None else environ
+    return {name: value for name, value in every.items() if not name.startswith(CONFIG_PREFIX)}
+
+
 def without_plugins() -> None:
     """Keep pydantic from looking for plugins, here and in processes that are started from now on.
 

@@ -19,6 +19,7 @@ def load_config(
     gpus: str | None = None,
     presets: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
+    working_folder: Path | None = None,
 ) -> Loaded:
     """Load files and the values over them, as `reading.load.load` does; nothing is printed.
 
@@ -36,4 +37,5 @@ def load_config(
         family_defaults={name: family.defaults for name, family in known.items()},
         lora_presets={name: tuple(family.lora_targets) for name, family in known.items()},
         environ=environ,
+        working_folder=working_folder,
     )

@@ -9,8 +9,9 @@ import os
 from pathlib import Path
 
 from trainer.config.reading.load import Loaded
+from trainer.config.reading.paths import paths_of
 from trainer.config.schema import RunConfig
-from trainer.errors import DataError
+from trainer.errors import DataError, Problem
 from trainer.machine.facts import Facts
 from trainer.planning.epochs import Counted, count, with_epochs
 from trainer.planning.kept_decisions import continued
@@ -64,6 +65,27 @@ def _row(found: Counted, config: RunConfig) -> Decision:
     return Decision("data", f"{found.samples} {kind}", "facts", f"{how}; {what}{held_out}")
 
 
+_OF_SAMPLES = (
+    "data.sets.", "validation.img_dir", "validation.chat_file", "validation.dataset_info",
+    "validation.control_",
+)  # fmt: skip
+_REMEDY = "check its name, and in a container that the folder is mounted and readable for its user"
+
+
+def require_data(loaded: Loaded) -> None:
+    """Raise DataError with every folder and file of samples that is not there; what is in them is checked by
+    the run.
+    """
+    named = ((key, path) for key, path in paths_of(loaded.config) if key.startswith(_OF_SAMPLES))
+    missing = [
+        Problem(what=f"`{key}`: {path} does not exist", where=loaded.sources.get(key, ""), remedy=_REMEDY)
+        for key, path in named
+        if not os.path.exists(path)  # noqa: PTH110
+    ]
+    if missing:
+        raise DataError(missing)
+
+
 def require_dataset(path: Path | None) -> None:
     """Raise DataError where what `--dataset` names is not there; what is in it is checked by the run."""
     # pathlib's exists() raises for a folder above it that may not be entered
@@ -71,5 +93,5 @@ def require_dataset(path: Path | None) -> None:
         raise DataError(
             f"{path} does not exist",
             where="--dataset",
-            remedy="check its name, and in a container that the folder is mounted and readable for its user",
+            remedy=_REMEDY,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from trainer.errors import ConfigError, HardwareError
 from trainer.machine.driver import visible_uuids
 from trainer.machine.facts import Facts
 from trainer.machine.occupancy import GpuUse, is_named
+from trainer.planning.data_rows import require_data
 from trainer.planning.epochs import with_epochs
 from trainer.planning.kept_decisions import continued
 from trainer.planning.planning import plan_run, requested_profile
@@ -34,7 +36,7 @@ def request(
     facts, known: this machine and its GPUs. name: without one the run folder's. on: GPUs that it must have,
     by nvidia-smi's numbers or UUIDs, or `cpu`; without it any, as many as `parallel.gpus` says, one for
     `auto`. Plans the run as if nothing else ran, and raises as `plan_run` where it cannot be done;
-    ConfigError for GPUs that are not there.
+    ConfigError for GPUs that are not there, DataError for samples.
     """
     asked = loaded.config.parallel.gpus
     gpus = tuple(_uuid(word, known) for word in on)
@@ -50,11 +52,12 @@ def request(
     if gpus != (CPU,) and asked not in ("auto", count):
         what = f"{KEY} is {asked}, and {count} are named"
         raise ConfigError(what, where=loaded.sources[KEY], remedy=f"name {asked}, or write {KEY}: auto")
+    require_data(loaded)
     return Request(
         config=dump(loaded.config, loaded.sources),
         name=name or loaded.config.output_dir.absolute().name,
         group=group,
-        run=loaded.config.output_dir.absolute(),
+        run=Path(os.path.realpath(loaded.config.output_dir)),
         working_folder=Path.cwd(),
         gpus=gpus,
         count=count,

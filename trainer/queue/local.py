@@ -279,8 +279,8 @@ class Local:
         """The environment of a run: this process's, without what would change its configuration."""
         kept = {
             name: value
-            for name, value in environment.snapshot().items()
-            if not name.startswith(environment.CONFIG_PREFIX) and name not in launchers.VARIABLES
+            for name, value in environment.without_settings().items()
+            if name not in launchers.VARIABLES
         }
         folder = jobfiles.job_folder(self.folder.absolute(), start.job.id)
         return {

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import ConfigError, StorageError
+from trainer.errors import ConfigError, Problem, StorageError
 from trainer.files import atomic
 from trainer.telemetry.run_folder import process
 
@@ -63,14 +63,28 @@ def ask(run_dir: Path, order: Order) -> Request:
     that takes no file.
     """
     found = process.read_process(run_dir)
-    if found is None or not process.is_running(run_dir, found) or found.exit_code is not None:
-        remedy = "start it, or look at `trainer runs list`; a run that loads can be asked once it has begun"
-        raise ConfigError("no run trains in this folder now", where=str(run_dir), remedy=remedy)
-    runtime = Path(found.runtime_dir)
-    if not process.is_supervised(found):
-        remedy = "ask where the run was started, or share its TRAINER_RUNTIME_DIR with this place"
-        raise ConfigError("the run's runtime folder is not seen from here", where=str(runtime), remedy=remedy)
-    return put(runtime, order)
+    if (problem := obstacle(run_dir, found)) is not None:
+        raise ConfigError([problem])
+    assert found is not None
+    return put(Path(found.runtime_dir), order)
+
+
+def obstacle(run_dir: Path, found: process.Process | None) -> Problem | None:
+    """The reason why the run whose folder has this record cannot be asked now; None where it can."""
+    if not process.is_running(run_dir, found):
+        what, remedy = "no run trains in this folder now", "start it, or look at `trainer runs list`"
+        return Problem(what=what, where=str(run_dir), remedy=remedy)
+    if found is None or found.exit_code is not None:
+        what = "the run that has this folder has not begun"
+        return Problem(what=what, where=str(run_dir), remedy="ask again in a moment")
+    if process.is_supervised(found):
+        return None
+    remedy = (
+        "ask where the run was started, of compose's service by `docker compose exec trainer trainer runs"
+        f" control {run_dir} stop`; or share its TRAINER_RUNTIME_DIR with this place"
+    )
+    what = "the run's runtime folder is not seen from here"
+    return Problem(what=what, where=found.runtime_dir, remedy=remedy)
 
 
 def answered(run_dir: Path, asked: Request) -> Request | None:

@@ -118,13 +118,15 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return names if alone else [str(run.folder) for run in runs]
 
 
-def find_runs(folder: Path, tell: Callable[[str], None]) -> list[Path]:
+def find_runs(folder: Path, tell: Callable[[str], None], *, nested: bool = False) -> list[Path]:
     """Folders of runs: `folder` itself, else those below it by name. Raises ConfigError without any.
 
-    `tell` is told of each folder that may not be looked into.
+    A start that was refused in a folder of runs is not taken for a run instead of them. With `nested` those
+    below `folder` are found too where it is a run itself. `tell` is told of each folder that may not be
+    looked into.
     """
     try:
-        found = [folder] if is_run(folder) else _below(folder, _DEEPEST, tell) if folder.is_dir() else []
+        found = _at(folder, _DEEPEST, tell, nested=nested) if folder.is_dir() else []
         what = "no run is in this folder" if folder.is_dir() else "no such folder"
     except PermissionError:
         found, what = [], "this user may not look into it"
@@ -142,12 +144,18 @@ def is_run(folder: Path) -> bool:
     return (folder / CONFIG_FILE).is_file() or read_process(folder) is not None
 
 
+def _at(folder: Path, depth: int, tell: Callable[[str], None], *, nested: bool = False) -> list[Path]:
+    accepted = (folder / CONFIG_FILE).is_file()
+    below = _below(folder, depth, tell) if depth and (nested or not accepted) else []
+    return [folder, *below] if accepted else below or [folder] * is_run(folder)
+
+
 def _below(folder: Path, depth: int, tell: Callable[[str], None]) -> list[Path]:
     found: list[Path] = []
     for path in sorted(folder.iterdir()):
         try:
             if path.is_dir() and not path.is_symlink():
-                found += [path] if is_run(path) else _below(path, depth - 1, tell) if depth > 1 else []
+                found += _at(path, depth - 1, tell)
         except PermissionError:
             tell(f"{path}: this user may not look into it")
     return found
@@ -162,7 +170,7 @@ def read_run(folder: Path) -> Run:
     rows = [row for row in found if row is not None]
     process = read_process(folder)
     running, early = is_running(folder, process), _early_stop(rows)
-    statuses = _statuses(process) if running and process is not None else ()
+    statuses = heartbeats(process) if running and process is not None else ()
     with atomic.reading_told(folder):
         checkpoints = results.checkpoints(folder)
         return Run(
@@ -203,7 +211,7 @@ def _config(folder: Path) -> dict[str, str]:
     return config
 
 
-def _statuses(process: Process) -> list[Status | None]:
+def heartbeats(process: Process) -> list[Status | None]:
     """Heartbeats of a running process's ranks; none where its runtime folder is not seen from here, or is
     another run's by now.
     """

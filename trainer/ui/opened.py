@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,7 +16,31 @@ from trainer.ui.studio import UnknownIdError
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_MOST_PIXELS = 100_000_000
+MOST_PIXELS = 100_000_000
+"""Pixels of a picture that is uploaded or shown."""
+
+
+@contextlib.contextmanager
+def folder_below(root: Path, path: Path) -> Iterator[Path]:
+    """Give `path` through the descriptor of its folder below `root`, which no link on the way, now or
+    meanwhile, leads elsewhere. Raises OSError, and ValueError where `path` is not below.
+    """
+    descriptor = os.open(root, _FOLDER & ~os.O_NOFOLLOW)
+    try:
+        *folders, name = path.relative_to(root).parts
+        for folder in folders:
+            inner = os.open(folder, _FOLDER, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = inner
+        yield Path(f"/proc/self/fd/{descriptor}", name)
+    finally:
+        os.close(descriptor)
+
+
+def open_no_link(path: Path) -> BinaryIO:
+    """A file for reading that is no link itself. Raises OSError."""
+    # by an opener, as `fdopen` leaves the descriptor of a folder open
+    return open(path, "rb", opener=lambda name, _: os.open(name, _FILE))
 
 
 def open_below(root: Path, path: Path) -> BinaryIO:
@@ -23,17 +48,11 @@ def open_below(root: Path, path: Path) -> BinaryIO:
 
     Raises UnknownIdError where it is not there, or a link is.
     """
-    with contextlib.ExitStack() as open_folders:
-        try:
-            descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            open_folders.callback(os.close, descriptor)
-            *folders, name = path.relative_to(root).parts
-            for folder in folders:
-                descriptor = os.open(folder, _FOLDER, dir_fd=descriptor)
-                open_folders.callback(os.close, descriptor)
-            return os.fdopen(os.open(name, _FILE, dir_fd=descriptor), "rb")
-        except (OSError, ValueError) as error:
-            raise UnknownIdError(str(path)) from error
+    try:
+        with folder_below(root, path) as real:
+            return open_no_link(real)
+    except (OSError, ValueError) as error:
+        raise UnknownIdError(str(path)) from error
 
 
 def tail(root: Path, path: Path, most_bytes: int) -> list[str]:
@@ -57,12 +76,18 @@ def webp(root: Path, path: Path, changed_ns: int, side: int) -> bytes:
     with open_below(root, path) as file:
         try:
             with Image.open(file, formats=("PNG",)) as picture:
-                if picture.width * picture.height > _MOST_PIXELS:
+                if picture.width * picture.height > MOST_PIXELS:
                     raise UnknownIdError(str(path))
-                small = picture.convert("RGB")
-                small.thumbnail((side, side), Image.Resampling.LANCZOS)
+                plain = picture.convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise UnknownIdError(str(path)) from error
-    result = io.BytesIO()
-    small.save(result, format="WEBP", quality=88)
+    return as_webp(plain, side)
+
+
+def as_webp(picture: Image.Image, side: int) -> bytes:
+    """WebP of a decoded picture, no side longer than `side` pixels, without texts, EXIF and profile."""
+    picture.thumbnail((side, side), Image.Resampling.LANCZOS)
+    plain, result = Image.new("RGB", picture.size), io.BytesIO()
+    plain.paste(picture)
+    plain.save(result, "WEBP", quality=85)
     return result.getvalue()

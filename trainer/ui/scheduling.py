@@ -15,7 +15,7 @@ from trainer.ui.studio import Studio
 from trainer.ui.views.settings import webhook_file
 
 LOG_FILE = "queue.log"
-"""Output of that process, in the studio's folder."""
+"""Words of that process, in the studio's folder."""
 _COMMAND = ("-m", "trainer", "queue", "run")
 _LOOK_SECONDS = 0.5
 _PAUSE_SECONDS = 15.0

@@ -44,6 +44,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a configuration, on a machine with two GPUs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.yaml").write_text(TEXT)
+    (tmp_path / "images").mkdir()
     monkeypatch.setenv("TRAINER_QUEUE_DIR", str(tmp_path / "queue"))
     monkeypatch.setenv("TRAINER_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TRAINER_RUNTIME_DIR", str(tmp_path / "runtime"))
@@ -156,6 +157,27 @@ def test_gpus_whose_users_nobody_can_tell_are_refused(run: Run, machine: FakeMac
     assert code == 69
     assert "NVML" in err
     assert named(place) == []
+
+
+def test_samples_that_are_not_there_are_refused_at_once(run: Run, place: Path) -> None:
+    (place / "images").rmdir()
+    code, _, err = run("queue", "add", "my.yaml", "--set", "validation.img_dir=held-out")
+    assert code == 65
+    for words in ("`data.sets.0.img_dir`: images does", "my.yaml:3", "`validation.img_dir`: held-out does"):
+        assert words in err
+    assert named(place) == []
+    (place / "images").mkdir()
+    assert run("queue", "add", "my.yaml")[0] == 0
+
+
+def test_a_run_folder_has_one_name_however_it_is_written(run: Run, place: Path) -> None:
+    (place / "real").mkdir()
+    (place / "link").symlink_to(place / "real")
+    assert (
+        run("queue", "add", "my.yaml", "--output", "link/../real/cats")[1]
+        == f"job 1: cats -> {place}/real/cats\n"
+    )
+    assert run("queue", "add", "my.yaml", "--output", "link/cats")[0] == 78, "another job writes there"
 
 
 def test_a_group_has_a_job_for_each_value(run: Run, place: Path) -> None:

@@ -78,6 +78,7 @@ def test_words_of_the_corpus_are_one_t5_piece(pipeline: Any) -> None:
     assert pipeline.tokenizer_2.tokenize("a red cat") == ["▁a", "▁red", "▁cat"]
 
 
+@pytest.mark.slow
 def test_bytes_are_equal_across_processes(tiny_flux1_dev: Path, tmp_path: Path) -> None:
     command = [sys.executable, "scripts/random_base.py", "flux1_dev", "--output", str(tmp_path / "base")]
     # another hash seed: nothing may depend on the order of a set

@@ -132,6 +132,19 @@ def test_without_a_run_there_is_nobody_to_ask(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "control").exists()
 
 
+def test_a_run_without_its_record_has_not_begun(tmp_path: Path) -> None:
+    """The folder's lock is taken before the record is written; one of the attempt before may be there."""
+    process.begin(tmp_path, supervisor=os.getpid(), runtime_dir=tmp_path)
+    process.end(tmp_path, supervisor=os.getpid(), exit_code=75, cause="", problems=())
+    held = {"supervisor": os.getpid(), "taken": Problem(what="taken"), "on_wait": print}
+    with locks.holding(tmp_path / ".lock", **held):
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="has not begun"):
+                control.ask(tmp_path, Order.STOP)
+            (tmp_path / "process.json").unlink(missing_ok=True)
+    assert not (tmp_path / "control").exists()
+
+
 def test_a_runtime_folder_of_somebody_else_is_not_written_to(training: Path, tmp_path: Path) -> None:
     record = json.loads((training / "process.json").read_text())
     (training / "process.json").write_text(json.dumps({**record, "runtime_dir": str(tmp_path)}))

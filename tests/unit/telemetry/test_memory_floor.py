@@ -281,6 +281,7 @@ def host_of(meminfo: Path, timeline: Timeline, *, begin: float) -> Iterator[None
         thread.join()
 
 
+@pytest.mark.slow
 def test_the_real_supervisor_saves_a_leaking_run_in_time(real: Run) -> None:
     real.child()
     # 0.1 GiB a second after a minute and a half of training; the save takes 44 seconds of that host
@@ -295,6 +296,7 @@ def test_the_real_supervisor_saves_a_leaking_run_in_time(real: Run) -> None:
     assert left > FLOORS.hard_floor_bytes
 
 
+@pytest.mark.slow
 def test_the_real_supervisor_leaves_a_healthy_run_alone(real: Run) -> None:
     real.child()
     timeline = healthy(3)

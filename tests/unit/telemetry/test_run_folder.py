@@ -145,6 +145,31 @@ def test_a_first_attempt_that_was_refused_is_a_run_with_an_end(tmp_path: Path) -
     assert end is not None and end.exit_code == 78, "the last refusal is the one to tell"
 
 
+def test_a_refused_start_is_a_run_only_where_none_is_below_it(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    process.end(folder, supervisor=7, exit_code=65, cause="", problems=(PROBLEM,))
+    assert find_runs(folder, tell=print) == [folder]
+    (folder / "a/b").mkdir(parents=True)
+    (folder / "a/b/config.resolved.yaml").write_text(CONFIG)
+    assert find_runs(folder, tell=print) == find_runs(tmp_path, tell=print) == [folder / "a/b"]
+    (folder / "config.resolved.yaml").write_text(CONFIG)
+    assert find_runs(folder, tell=print) == find_runs(tmp_path, tell=print) == [folder]
+    assert find_runs(folder, tell=print, nested=True) == [folder, folder / "a/b"]
+
+
+def test_the_working_folder_is_recorded_where_it_has_a_plain_name(
+    run_dir: Path, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert process.working_folder(run_dir) is None
+    for name, known in (("plain", True), ("two\nlines", False)):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        process.begin(run_dir, supervisor=7, runtime_dir=runtime)
+        assert process.read_process(run_dir) is not None
+        assert process.working_folder(run_dir) == (tmp_path / name if known else None)
+
+
 def test_a_run_of_an_older_version_is_not_what_a_refused_attempt_says(run_dir: Path) -> None:
     process.end(run_dir, supervisor=7, exit_code=78, cause="", problems=(PROBLEM,))
     assert read_run(run_dir).end is None
@@ -169,6 +194,8 @@ def test_secrets_are_not_recorded(run_dir: Path, runtime: Path, monkeypatch: pyt
         {"exit_code": float("nan")},
         {"started_unix_seconds": float("inf")},
         {"runtime_dir": "a\0b"},
+        {"working_folder": 3},
+        {"working_folder": "a\0b"},
         {"runtime_dir": "\ud800"},
         {"problems": [3, {"what": 4}, {"where": "x"}]},
         {"problems": 3},

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from starlette.testclient import TestClient
 
 from tests.unit.ui import made
@@ -125,6 +126,81 @@ def test_resume_adds_a_job_in_the_same_folder_and_then_releases_it(
     assert client.post(f"{path}/resume").status_code == 303
     ((again, seen),) = local.jobs()
     assert (again.id, seen.state) == (job.id, State.WAITING)
+
+
+def test_what_a_run_keeps_is_read_where_it_was_started_and_alone(
+    client: TestClient, studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume, and a new run like it: the studio lies elsewhere, and has a variable of another run."""
+    folder = made.make_run(studio.runs / "style")
+    (folder / "config.resolved.yaml").write_text((ROOT / "train_configs/quickstart.yaml").read_text())
+    made.checkpoint(folder, 80)
+    monkeypatch.chdir(ROOT)
+    made.ended(folder, 75)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRAINER__TRAIN__SEED", "999")
+    run = identifier(studio.runs, folder)
+    resumed = client.post(f"/runs/{run}/resume")
+    assert resumed.status_code == 303, resumed.text
+    like = client.post("/new/start", data={"start": f"run:{run}"})
+    assert like.status_code == 303, like.text
+    queue = Local(folder=environment.queue_dir())
+    assert [job.run for job, _ in queue.jobs()] == [folder, studio.runs / "style-2"]
+    for number in (1, 2):
+        config = yaml.safe_load((queue.folder / f"jobs/{number}/config.yaml").read_text())
+        assert Path(config["data"]["sets"][0]["img_dir"]) == ROOT / "examples/style"
+        assert Path(config["model"]["pretrained_model_name_or_path"]) == ROOT / "assets/tiny-flux"
+        assert config["train"]["seed"] == 0
+
+
+def test_a_run_that_has_a_result_goes_on_where_it_did_not_end_well(
+    client: TestClient, studio: Studio
+) -> None:
+    """Its proof failed, or it was continued with more steps and stopped."""
+    folder = quickstart(studio)
+    made.result(folder)
+    path = f"/runs/{identifier(studio.runs, folder)}"
+    for code, offered in ((75, True), (71, True), (0, False)):
+        made.ended(folder, code)
+        assert (f'action="{path}/resume"' in client.get(path).text) is offered, code
+    made.ended(folder, 71)
+    assert client.post(f"{path}/resume").status_code == 303
+
+
+def test_a_start_that_was_refused_has_nothing_to_go_on_with(client: TestClient, studio: Studio) -> None:
+    folder = studio.runs / "refused"
+    folder.mkdir()
+    made.process.end(folder, supervisor=1, exit_code=78, cause="", problems=())
+    page = client.get(f"/runs/{identifier(studio.runs, folder)}").text
+    assert "78" in page and "/resume" not in page and "/new?run=" not in page
+
+
+def test_a_runs_page_leads_to_a_new_run_like_it(client: TestClient, studio: Studio) -> None:
+    run = identifier(studio.runs, quickstart(studio))
+    assert f'href="/new?run={run}"' in client.get(f"/runs/{run}").text
+    page = client.get(f"/new?run={run}")
+    assert page.status_code == 200 and f'value="run:{run}" selected' in page.text
+
+
+def test_a_run_that_is_not_seen_from_here_says_where_it_is_asked(
+    client: TestClient, studio: Studio, tmp_path: Path
+) -> None:
+    """Its lock is seen, its runtime folder is in another container; and before it has a record."""
+    folder, runtime = made.make_run(studio.runs / "cats"), tmp_path / "rt"
+    path = f"/runs/{identifier(studio.runs, folder)}"
+    with made.running(folder, runtime, step=3, steps=300):
+        assert 'name="order"' in client.get(path).text
+        runtime.rename(tmp_path / "away")
+        page = client.get(path).text
+        assert (
+            'name="order"' not in page
+            and f"docker compose exec trainer trainer runs control {folder}" in page
+        )
+        (folder / "process.json").unlink()
+        page = client.get(path).text
+        assert 'name="order"' not in page and "has not begun" in page
+        answer = client.post(f"{path}/ask", data={"order": "stop"})
+        assert answer.status_code == 422 and "has not begun" in answer.text
 
 
 def test_a_resume_that_cannot_be_is_told(client: TestClient, studio: Studio) -> None:

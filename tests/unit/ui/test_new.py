@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from trainer.cli import main
 from trainer.config import environment
-from trainer.errors import ConfigError, ExitCode
+from trainer.errors import ConfigError, DataError, ExitCode
 from trainer.planning.plan import MemoryRow
 from trainer.queue.local import Local
 from trainer.ui.studio import Studio
@@ -168,6 +169,33 @@ def test_a_file_of_the_user_may_not_leave_the_roots_either(studio: Studio) -> No
     assert new_run(studio, Asked(start=OWN, own=text, facts=RTX_4090)).yaml == ""
 
 
+def test_every_path_of_a_file_is_looked_at_however_many_sets_it_has(
+    studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a relative name of a base that is a folder where the studio was started."""
+    sets = [{"img_dir": str(studio.data / name)} for name in ("a", "b", "c")]
+    plain: dict[str, Any] = {
+        "family": "flux1_dev",
+        "output_dir": str(studio.runs / "mine"),
+        "data": {"sets": sets},
+    }
+    assert new_run(studio, Asked(start=OWN, own=json.dumps(plain), facts=RTX_4090)).yaml
+    for number in range(3):
+        moved = [*sets[:number], {"img_dir": "/etc"}, *sets[number + 1 :]]
+        own = json.dumps({**plain, "data": {"sets": moved}})
+        view = new_run(studio, Asked(start=OWN, own=own, facts=RTX_4090))
+        assert view.yaml == ""
+        assert [one.what for one in view.planned.problems] == [
+            f"`data.sets.{number}.img_dir`: /etc is outside of the studio's folders"
+        ]
+    monkeypatch.chdir(tmp_path)
+    own = json.dumps({**plain, "model": {"pretrained_model_name_or_path": "some/base"}})
+    assert new_run(studio, Asked(start=OWN, own=own, facts=RTX_4090)).yaml
+    (tmp_path / "some/base").mkdir(parents=True)
+    view = new_run(studio, Asked(start=OWN, own=own, facts=RTX_4090))
+    assert "some/base is outside" in view.planned.problems[0].what
+
+
 @pytest.mark.parametrize(
     "own", ["", "- a\n", "just words", "a: &b c", "{", "family: [x]\nmodel: 3\n", "data:\n"]
 )
@@ -250,6 +278,24 @@ def test_a_run_goes_to_the_queue_as_it_is(studio: Studio) -> None:
     first = new_run(studio, asked("quickstart", facts=""))
     new.add_to_queue(first)
     assert (first.name, new_run(studio, asked("quickstart", facts="")).name) == ("quickstart", "quickstart-2")
+
+
+def test_a_shipped_start_has_its_files_wherever_the_studio_was_started(
+    studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    view = new_run(studio, asked("quickstart", facts=""))
+    job = new.add_to_queue(view)
+    config = yaml.safe_load((environment.queue_dir() / f"jobs/{job}/config.yaml").read_text())
+    assert Path(config["model"]["pretrained_model_name_or_path"]) == ROOT / "assets/tiny-flux"
+    assert Path(config["data"]["sets"][0]["img_dir"]) == ROOT / "examples/style"
+    assert Path(config["validation"]["img_dir"]) == ROOT / "examples/style-held-out"
+
+
+def test_a_start_without_its_samples_is_refused(studio: Studio) -> None:
+    view = new_run(studio, asked("quickstart", facts="", data__sets__0__img_dir="nothing"))
+    with pytest.raises(DataError, match="nothing does not exist"):
+        new.add_to_queue(view)
 
 
 AI_TOOLKIT = """

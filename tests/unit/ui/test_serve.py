@@ -170,6 +170,22 @@ def test_runs_are_started_here_unless_it_is_told_otherwise(
     assert asked == [(starts, queue)]
 
 
+def test_roots_have_one_name_however_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run folders of jobs are compared with them."""
+    asked: list[Studio] = []
+    monkeypatch.setattr("trainer.ui.serve.serve", lambda studio, **rest: asked.append(studio))
+    (tmp_path / "here").mkdir()
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["ui", "--runs", "../runs", "--data", "../link/data"]) == 0
+    (studio,) = asked
+    assert (studio.runs, studio.folder) == (tmp_path / "runs", tmp_path / "runs/.studio")
+    assert (studio.data, studio.models) == (tmp_path / "real/data", tmp_path / "here/models")
+
+
 def test_a_missing_extra_is_told_with_the_command_that_installs_it(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['starlette'] = None\n"

@@ -152,6 +152,39 @@ def test_a_silent_run_is_told_and_then_a_hung_one(studio: Studio, tmp_path: Path
     assert found == ["training", "silent", "hung"]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_list_and_an_open_page_see_a_heartbeat_that_stops(
+    studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """No file changes then. Rank 0 may wait for the one that is silent, and is not judged itself."""
+    folder, runtime, clock = made.make_run(studio.runs / "cats"), tmp_path / "rt", time.monotonic
+    with made.running(folder, runtime, step=3, steps=300):
+        beat = read_status(runtime)
+        assert beat is not None
+        if rank:
+            (runtime / "rank-1").mkdir()
+            for place, waits in ((runtime, True), (runtime / "rank-1", False)):
+                status = dataclasses.replace(beat, ranks=2, waits=waits)
+                (place / STATUS_FILE).write_text(made.json.dumps(dataclasses.asdict(status)))
+        words, seen = [], set()
+        for seconds in (0, 1, 400, 401, 900):  # the budget of training is 300 s
+            monkeypatch.setattr(time, "monotonic", lambda late=seconds: clock() + late)
+            words.append(runs_view(studio).rows[0].state.word)
+            seen.add(signature(folder))
+        assert words == ["training", "training", "silent", "silent", "hung"] and len(seen) == 3
+
+
+def test_a_start_in_the_folder_of_runs_hides_none_of_them(studio: Studio) -> None:
+    made.make_run(studio.runs / "cats")
+    made.make_run(studio.runs / "ranks/rank-8")
+    for refused in (studio.runs, studio.runs / "ranks"):
+        made.process.end(refused, supervisor=1, exit_code=65, cause="", problems=())
+        assert sorted(names(studio)) == ["cats", "ranks/rank-8"]
+    # one that was accepted is a run beside the others
+    (studio.runs / "config.resolved.yaml").write_text("family: tiny\n")
+    assert sorted(names(studio)) == ["cats", "ranks/rank-8", "runs"]
+
+
 def test_prediction_and_measurement_are_of_one_optimizer_step(studio: Studio) -> None:
     """250 ms a micro-batch, two a step; 16 GiB of components; medians and peaks by hand."""
     folder = made.make_run(studio.runs / "cats", done=110)

@@ -14,6 +14,7 @@ from trainer.config.judging.rule import Context, check
 from trainer.config.judging.rules import RULES, unused_keys
 from trainer.config.reading import layers, presets
 from trainer.config.reading.layers import Layer
+from trainer.config.reading.paths import taken_from
 from trainer.config.reading.validate import validate
 from trainer.config.schema import RunConfig, changed
 from trainer.config.tree import Node, from_plain, leaves, merge
@@ -51,18 +52,20 @@ def load(
     family_defaults: Mapping[str, Mapping[str, Any]],
     lora_presets: Mapping[str, tuple[str, ...]] | None = None,
     environ: Mapping[str, str] | None = None,
+    working_folder: Path | None = None,
 ) -> Loaded:
     """Merge schema, family, `paths` in order, presets, TRAINER__*, `overrides` (a.b=c), then `dataset`,
     `output`, `budget` and `gpus`.
 
     family_defaults: the layer of each known family. lora_presets: each family's words for
     `lora.target_modules`, not checked without. environ: the process environment if not given.
+    working_folder: the folder that relative paths in `paths` begin at; this process's if not given.
     Raises ConfigError with every problem found.
     """
     environ = environment.snapshot() if environ is None else environ
     single = layers.from_variables(environ) + layers.from_overrides(overrides)
     return from_layers(
-        [layers.from_file(path) for path in paths],
+        [taken_from(layers.from_file(path), working_folder) for path in paths],
         presets.layers(chosen_presets),
         single + layers.from_options(dataset, output, budget, gpus),
         name=", ".join(map(str, paths)) or "configuration",

@@ -231,7 +231,7 @@ def compare(
             output.mkdir(parents=True, exist_ok=True)
             root = output.absolute()
         # what such variables say is in the files of the runs, over which they would lie again
-        kept = {name: one for name, one in environ.items() if not name.startswith(environment.CONFIG_PREFIX)}
+        kept = environment.without_settings(environ)
         comparison = _Comparison(
             variants=variants, extent=extent, root=root, environ=kept, tell=tell, received=received
         )

@@ -40,6 +40,9 @@ class Process:
     runtime_dir: str
     """Folder of its status, metrics and control requests; empty for an attempt that was refused."""
     started_unix_seconds: float
+    working_folder: str = ""
+    """Folder that relative paths of its configuration begin at; empty where that is not recorded, as for a
+    name with control characters."""
     ended_unix_seconds: float | None = None
     """None while it trains, and where nobody was left to record its end; so is the exit code."""
     exit_code: int | None = None
@@ -70,14 +73,16 @@ class End:
 
 
 def begin(run_dir: Path, *, supervisor: int, runtime_dir: Path) -> None:
-    """Record that a process trains in `run_dir` from now on, which holds the folder's lock.
+    """Record that this process trains in `run_dir` from now on, which holds the folder's lock.
 
     Raises StorageError.
     """
+    here = str(Path.cwd())
     process = Process(
         supervisor=supervisor,
         runtime_dir=str(runtime_dir.absolute()),
         started_unix_seconds=time.time(),
+        working_folder=here if one_line(here) == here else "",
         **locks.place(),
     )
     _write(run_dir, process)
@@ -110,6 +115,12 @@ def end(run_dir: Path, *, supervisor: int, exit_code: int, cause: str, problems:
     _write(run_dir, ended)
 
 
+def working_folder(run_dir: Path) -> Path | None:
+    """The folder that relative paths in a run's configuration begin at; None where that is not recorded."""
+    process = read_process(run_dir)
+    return None if process is None or not process.working_folder else Path(process.working_folder)
+
+
 def read_process(run_dir: Path) -> Process | None:
     """The record of a folder; None without one, and for one that is damaged."""
     raw = _read(run_dir / PROCESS_FILE)
@@ -123,14 +134,20 @@ def read_process(run_dir: Path) -> Process | None:
 def _is_sound(process: Process) -> bool:
     """True if every value is of its type, and the folder's name could be one: JSON may hold anything."""
     code, ended = process.exit_code, process.ended_unix_seconds
-    words: tuple[object, ...] = (process.boot, process.processes, process.runtime_dir, process.cause)
+    words: tuple[object, ...] = (
+        process.boot,
+        process.processes,
+        process.runtime_dir,
+        process.working_folder,
+        process.cause,
+    )
     whole: tuple[object, ...] = (process.supervisor, 0 if code is None else code)
     times: tuple[object, ...] = (process.started_unix_seconds, 0.0 if ended is None else ended)
     return (
         all(isinstance(one, str) for one in words)
         and all(isinstance(one, int) for one in whole)
         and all(isinstance(one, int | float) and math.isfinite(one) for one in times)
-        and one_line(process.runtime_dir) == process.runtime_dir
+        and all(one_line(name) == name for name in (process.runtime_dir, process.working_folder))
     )
 
 

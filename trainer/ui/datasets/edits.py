@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from trainer.data.captions import MAX_CAPTION_BYTES, TextError, clean_caption
-from trainer.data.sets.look import Picture
-from trainer.data.sets.metadata import METADATA_NAMES
-from trainer.errors import DataError
+from trainer.data.leftout import capped
+from trainer.data.sets.look import Picture, look
+from trainer.errors import DataError, Problem
 from trainer.files import atomic, codec
 from trainer.ui.datasets.places import Place, held, opened, writing_to
-from trainer.ui.datasets.snapshot import Snapshot
+from trainer.ui.datasets.snapshot import listed, read_settings
 
 TRASH_DAYS = 7
 _MOST_CHANGES = 200
@@ -25,6 +26,7 @@ STAGING_PREFIX = ".upload-"
 """Beginning of the names of hidden folders in which uploads come in."""
 NO_FILE = "none"
 """ETag of a caption that is not written yet."""
+_METADATA_ROW = re.compile(r"metadata\.(jsonl|csv):\d")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +60,12 @@ class Change:
     """Names of files, and where in the trash each went."""
 
 
-class ConflictError(Exception):
+class ConflictError(DataError):
     """Captions were changed on the disk since they were shown: by name, what they are now."""
 
     def __init__(self, now: Mapping[str, Caption]) -> None:
-        super().__init__(", ".join(now))
+        what, remedy = "the caption was changed on the disk meanwhile", "look at it, and change it again"
+        super().__init__(capped([Problem(what=what, where=name, remedy=remedy) for name in now]))
         self.now = now
 
 
@@ -78,11 +81,7 @@ def caption_file(picture: Picture) -> str:
 
 def caption_now(place: Place, name: str) -> Caption:
     """A caption file as it is on the disk; without text where there is none."""
-    data = _bytes(place, name)
-    if data is None:
-        return Caption(text="", etag=NO_FILE)
-    # one that is no UTF-8 is told as a problem of its picture, and can be written anew
-    return Caption(text=" ".join(data.decode("utf-8-sig", "replace").split()), etag=_etag(data))
+    return _caption(_bytes(place, name))
 
 
 def write_captions(place: Place, texts: Mapping[str, tuple[str, str]], what: str) -> None:
@@ -90,25 +89,8 @@ def write_captions(place: Place, texts: Mapping[str, tuple[str, str]], what: str
 
     Raises ConflictError where a file changed since, DataError where a text cannot be a caption, StorageError.
     """
-    cleaned = {name: _cleaned(text, name) for name, (text, _) in texts.items()}
     with writing_to(place):
-        now = {name: caption_now(place, name) for name in texts}
-        # one that says it already was sent twice
-        others = {
-            name: one for name, one in now.items() if one.etag not in (texts[name][1], _etag(cleaned[name]))
-        }
-        if others:
-            raise ConflictError(others)
-        before = {name: _bytes(place, name) for name in texts}
-        rows = [
-            Written(
-                name=name, before=None if data is None else data.decode("latin-1"), after=_etag(cleaned[name])
-            )
-            for name, data in before.items()
-        ]
-        _remember(place, Change(what=what, captions=tuple(rows)))
-        for name, data in cleaned.items():
-            _write(place, name, data)
+        _write_captions(place, texts, what)
 
 
 def replaced(
@@ -125,27 +107,26 @@ def replaced(
     return found
 
 
-def captions_to_files(place: Place, snapshot: Snapshot) -> None:
-    """Write every caption of metadata into a .txt of its own, and move the metadata to the trash.
+def captions_to_files(place: Place) -> None:
+    """Write every caption of metadata, as it is now, into a .txt of its own; the metadata goes to the trash.
 
-    Raises DataError where the metadata names control images too, which a .txt cannot.
+    Raises DataError where a picture's row cannot become one: it is no caption, has a .txt beside it, or names
+    control images.
     """
-    if any(one.controls for one in snapshot.pictures) and not snapshot.settings.controls:
-        what = "the metadata names the control images as well"
-        raise DataError(what, where=str(place.folder), remedy="edit the captions there")
-    rows = [one for one in snapshot.pictures if one.caption and not one.in_file]
-    texts = {PurePosixPath(one.name).with_suffix(".txt").as_posix(): one.caption for one in rows}
-    files = {one.caption_from.rpartition(":")[0] for one in rows}
-    assert all(PurePosixPath(name).name in METADATA_NAMES for name in files)
+    settings = read_settings(place)
     with writing_to(place):
-        written = tuple(
-            Written(name=name, before=None, after=_etag(_line(text))) for name, text in texts.items()
-        )
-        trash = _trash(place, sorted(files))
-        _remember(place, Change(what="captions into .txt files", captions=written, moved=trash))
-        for name, text in texts.items():
-            _write(place, name, _line(text))
-        _move_all(place, trash)
+        pictures, _ = look(listed(place, settings), place.root, ())
+        if bad := [one for one in pictures if _METADATA_ROW.search(one.problem)]:
+            raise DataError(capped([Problem(what=one.problem, where=one.name) for one in bad]))
+        if any(one.controls for one in pictures) and not settings.controls:
+            what = "the metadata names the control images as well"
+            raise DataError(what, where=str(place.folder), remedy="edit the captions there")
+        rows = [one for one in pictures if one.caption and not one.in_file]
+        texts = {
+            PurePosixPath(one.name).with_suffix(".txt").as_posix(): (one.caption, NO_FILE) for one in rows
+        }
+        files = sorted({one.caption_from.rpartition(":")[0] for one in rows})
+        _write_captions(place, texts, "captions into .txt files", to_trash=files)
 
 
 def delete(place: Place, pictures: Sequence[Picture]) -> None:
@@ -162,8 +143,12 @@ def delete(place: Place, pictures: Sequence[Picture]) -> None:
 def add(place: Place, staged: Mapping[Path, str], to_trash: Sequence[str], what: str) -> None:
     """Move uploaded files to their names, after the files that they replace went to the trash.
 
-    The caller holds the lock, and has seen that no other file has these names.
+    The caller holds the lock. Raises DataError, before anything is moved, where a name is another file's.
     """
+    for name in staged.values():
+        if name not in to_trash and _is_there(place, name):
+            raise DataError("a file of this name is there", where=name, remedy="upload it once more")
+    assert len(set(staged.values())) == len(staged), "two files of one name"
     trash = _trash(place, to_trash)
     _remember(place, Change(what=what, added=tuple(staged.values()), moved=trash))
     _move_all(place, trash)
@@ -175,7 +160,7 @@ def add(place: Place, staged: Mapping[Path, str], to_trash: Sequence[str], what:
 def last_change(place: Place) -> str:
     """Words for the change that the next undo would take back; empty where there is none."""
     files = _changes(place)
-    return codec.from_json(Change, files[-1].read_text(), str(files[-1])).what if files else ""
+    return _read(files[-1]).what if files else ""
 
 
 def undo(place: Place) -> list[str]:
@@ -184,7 +169,7 @@ def undo(place: Place) -> list[str]:
         files = _changes(place)
         if not files:
             return []
-        change = codec.from_json(Change, files[-1].read_text(), str(files[-1]))
+        change = _read(files[-1])
         kept = [one.name for one in change.captions if not _restored(place, one)]
         _move_all(place, _trash(place, [name for name in change.added if _is_there(place, name)]))
         for name, trash in change.moved:
@@ -202,6 +187,35 @@ def empty_trash(studio: Path, now: float) -> None:
     for folder in (studio / "trash" / "data").glob("*"):
         if folder.lstat().st_mtime < now - TRASH_DAYS * 24 * 3600:
             shutil.rmtree(folder)
+
+
+def _write_captions(
+    place: Place, texts: Mapping[str, tuple[str, str]], what: str, to_trash: Sequence[str] = ()
+) -> None:
+    """Write captions as `write_captions` does, and move files to the trash; the caller holds the lock."""
+    cleaned = {name: _cleaned(text, name) for name, (text, _) in texts.items()}
+    before = {name: _bytes(place, name) for name in texts}
+    rows, others = [], {}
+    for name, data in before.items():
+        now, after = _caption(data), _etag(cleaned[name])
+        if now.etag not in (texts[name][1], after):  # one that says it already was sent twice
+            others[name] = now
+        rows.append(Written(name=name, before=None if data is None else data.decode("latin-1"), after=after))
+    if others:
+        raise ConflictError(others)
+    trash = _trash(place, to_trash)
+    _remember(place, Change(what=what, captions=tuple(rows), moved=trash))
+    for name, data in cleaned.items():
+        _write(place, name, data)
+    _move_all(place, trash)
+
+
+def _caption(data: bytes | None) -> Caption:
+    """Caption of a file's bytes, or of no file."""
+    if data is None:
+        return Caption(text="", etag=NO_FILE)
+    # one that is no UTF-8 is told as a problem of its picture, and can be written anew
+    return Caption(text=" ".join(data.decode("utf-8-sig", "replace").split()), etag=_etag(data))
 
 
 def _restored(place: Place, one: Written) -> bool:
@@ -222,7 +236,7 @@ def _restored(place: Place, one: Written) -> bool:
 def _cleaned(text: str, name: str) -> bytes:
     """The bytes of a caption as it is written. Raises DataError."""
     try:
-        data = _line(clean_caption(text))
+        data = f"{clean_caption(text)}\n".encode()
     except TextError as error:
         raise DataError(error.what, where=name, remedy=error.remedy) from error
     if len(data) > MAX_CAPTION_BYTES:
@@ -230,10 +244,6 @@ def _cleaned(text: str, name: str) -> bytes:
             f"the caption has more than {MAX_CAPTION_BYTES} bytes", where=name, remedy="shorten it"
         )
     return data
-
-
-def _line(text: str) -> bytes:
-    return f"{text}\n".encode()
 
 
 def _etag(data: bytes) -> str:
@@ -280,6 +290,10 @@ def _move_all(place: Place, moved: Iterable[tuple[str, str]]) -> None:
 def _changes(place: Place) -> list[Path]:
     """Files of the changes that can be undone, oldest first."""
     return sorted((place.state / "undo").glob("*.json"))
+
+
+def _read(file: Path) -> Change:
+    return codec.from_json(Change, file.read_text(), str(file))
 
 
 def _remember(place: Place, change: Change) -> None:

@@ -15,11 +15,11 @@ from typing import BinaryIO
 from trainer.data.pictures.formats import SUFFIXES
 from trainer.errors import DataError, TrainerError
 from trainer.files import atomic
+from trainer.ui.opened import folder_below, open_no_link
 from trainer.ui.studio import Studio, found_by_id, identifier
 
 WHOLE_ROOT = "."
 """Name of the data set that the root itself is, where pictures lie right in it."""
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class Place:
 
     @property
     def state(self) -> Path:
-        """Folder of what the studio keeps about this data set."""
-        return self.studio / "datasets" / self.id
+        """Folder of what the studio keeps about this data set, and not about one of its name elsewhere."""
+        return self.studio / "datasets" / identifier(Path("/"), self.folder)
 
     @property
     def writable(self) -> bool:
@@ -109,44 +109,48 @@ def folders(studio: Studio) -> list[str]:
 
 @contextlib.contextmanager
 def held(place: Place, name: str) -> Iterator[Path]:
-    """Give a file's path through the descriptor of its folder, which no link can lead elsewhere meanwhile.
+    """Give a file's path through the descriptor of its folder, as `folder_below` does.
 
-    `name` is relative to the root. Raises DataError where a link, or a name that is gone, is on the way; our
-    own errors inside the block name the file instead of the descriptor.
+    `name` is relative to the root. Raises DataError where a link, or a name that is gone, is on the way, and
+    for another error of the system; our own errors inside the block name the file instead of the descriptor.
     """
     parts = PurePosixPath(name).parts
     assert parts and ".." not in parts and not name.startswith("/"), "names come from listings"
-    descriptor = os.open(place.root, _FOLDER & ~os.O_NOFOLLOW)
+    real = place.root / name
     try:
-        for part in parts[:-1]:
-            inner = os.open(part, _FOLDER, dir_fd=descriptor)
-            os.close(descriptor)
-            descriptor = inner
-        folder = f"/proc/self/fd/{descriptor}"
-        try:
-            yield Path(folder, parts[-1])
-        except TrainerError as error:
-            real = str((place.root / name).parent)
-            problems = [
-                dataclasses.replace(one, where=one.where.replace(folder, real)) for one in error.problems
-            ]
-            raise type(error)(problems) from error
+        with folder_below(place.root, real) as path:
+            try:
+                yield path
+            except TrainerError as error:
+                inside, outside = str(path.parent), str(real.parent)
+                problems = [
+                    dataclasses.replace(one, where=one.where.replace(inside, outside))
+                    for one in error.problems
+                ]
+                raise type(error)(problems) from error
     except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.ENOENT):
-            raise
-        what = "the file is gone, or is reached by a link, which the studio does not follow"
-        raise DataError(what, where=str(place.root / name), remedy="look at the data set again") from error
-    finally:
-        os.close(descriptor)
+        what, remedy = (
+            f"the file cannot be used: {error.strerror or error}",
+            "let this user read and write it",
+        )
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENOENT):
+            what = "the file is gone, or is reached by a link, which the studio does not follow"
+            remedy = "look at the data set again"
+        raise DataError(what, where=str(real), remedy=remedy) from error
 
 
 @contextlib.contextmanager
 def opened(place: Place, name: str) -> Iterator[BinaryIO]:
     """Give a file for reading that neither is a link nor is reached by one. Raises DataError."""
-    with held(place, name) as path:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            yield file
+    with held(place, name) as path, open_no_link(path) as file:
+        yield file
+
+
+def require_writable(place: Place) -> None:
+    """Raise DataError where the folder is read-only."""
+    if not place.writable:
+        remedy = "let the studio's user write there, or mount it without `ro`"
+        raise DataError("the data set is read-only", where=str(place.folder), remedy=remedy)
 
 
 @contextlib.contextmanager
@@ -155,10 +159,8 @@ def writing_to(place: Place) -> Iterator[None]:
 
     Raises DataError where the folder is read-only.
     """
-    if not place.writable:
-        remedy = "let the studio's user write there, or mount it without `ro`"
-        raise DataError("the data set is read-only", where=str(place.folder), remedy=remedy)
-    descriptor = os.open(place.folder, _FOLDER)
+    require_writable(place)
+    descriptor = os.open(place.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # held by others for as long as they rename files
         yield

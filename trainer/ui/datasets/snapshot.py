@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainer import families
-from trainer.config.schema import DataSection
+from trainer.config.schema import DataSection, DataSet
 from trainer.data.pictures.images import Measured
 from trainer.data.sets.look import Picture
+from trainer.data.sets.scan import Found, find_images
 from trainer.errors import HardwareError
 from trainer.families.family import Family
 from trainer.files import atomic, codec
@@ -53,7 +54,6 @@ class Settings:
 class Snapshot:
     """Everything that a look at a data set found."""
 
-    settings: Settings
     complete: bool = False
     """Whether the pictures were opened, not only listed."""
     asked: int = 0
@@ -65,11 +65,12 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """Files that were good when they were opened, by path."""
+    """Files that were good when they were opened."""
 
-    marks: Mapping[str, tuple[int, int, int, bool]]
-    """Size, times of change (of the content, of anything) in nanoseconds, whether it was opened as a mask."""
-    measured: Mapping[str, Measured]
+    files: Mapping[str, tuple[tuple[int, int, int, bool], Measured]]
+    """By path: size, times of change (of the content, of anything) in nanoseconds, whether it was opened as a
+    mask; and what it holds.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,22 +93,22 @@ def read_settings(place: Place) -> Settings:
     return found if found is not None and found.family in known else Settings(family=known[0])
 
 
+def listed(place: Place, settings: Settings) -> Found:
+    """Pictures of a data set with their captions as they are on the disk now; none is opened."""
+    masks = place.root / settings.mask if settings.mask else None
+    controls = tuple(place.root / name for name in settings.controls) or None
+    one = DataSet(img_dir=place.folder, mask_dir=masks, control_dir=controls)
+    return find_images([one], settings.model.control_counts)
+
+
 def read_snapshot(place: Place) -> Snapshot | None:
     """Latest look at a data set; None where there was none, or by another version."""
-    path = place.state / SNAPSHOT_NAME
-    try:
-        return _snapshot(path, path.stat().st_mtime_ns)
-    except FileNotFoundError:
-        return None
+    return _latest(place)[0]
 
 
 def pictures_by_id(place: Place) -> Mapping[str, Picture]:
     """Pictures of the latest look by their ids in URLs, in order of name."""
-    path = place.state / SNAPSHOT_NAME
-    try:
-        return _by_id(place.root, path, path.stat().st_mtime_ns)
-    except FileNotFoundError:
-        return {}
+    return _latest(place)[1]
 
 
 def picture_of(place: Place, given: str) -> Picture:
@@ -125,7 +126,7 @@ def read_progress(place: Place) -> Progress | None:
 
 def read_opened(place: Place) -> Opened:
     """Files that the latest look found good; none where there was no look."""
-    return _kept(Opened, place.state / OPENED_NAME) or Opened(marks={}, measured={})
+    return _kept(Opened, place.state / OPENED_NAME) or Opened(files={})
 
 
 def keep(place: Place, name: str, value: object) -> None:
@@ -134,16 +135,20 @@ def keep(place: Place, name: str, value: object) -> None:
     atomic.write_text(place.state / name, codec.to_json(value), sync=False)
 
 
-@functools.lru_cache(maxsize=8)
-def _snapshot(path: Path, changed: int) -> Snapshot | None:
-    """A snapshot, read once as long as its file is the same."""
-    return _kept(Snapshot, path)
+def _latest(place: Place) -> tuple[Snapshot | None, Mapping[str, Picture]]:
+    path = place.state / SNAPSHOT_NAME
+    try:
+        return _read(place.root, path, path.stat().st_mtime_ns)
+    except FileNotFoundError:
+        return None, {}
 
 
 @functools.lru_cache(maxsize=8)
-def _by_id(root: Path, path: Path, changed: int) -> Mapping[str, Picture]:
-    snapshot = _snapshot(path, changed)
-    return {identifier(root, root / one.name): one for one in snapshot.pictures} if snapshot else {}
+def _read(root: Path, path: Path, changed: int) -> tuple[Snapshot | None, Mapping[str, Picture]]:
+    """A snapshot with its pictures by id, read once as long as its file is the same."""
+    snapshot = _kept(Snapshot, path)
+    rows = snapshot.pictures if snapshot else ()
+    return snapshot, {identifier(root, root / one.name): one for one in rows}
 
 
 def _kept(kind: type[Value], path: Path) -> Value | None:

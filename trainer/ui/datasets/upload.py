@@ -10,11 +10,10 @@ import re
 import shutil
 import tempfile
 import unicodedata
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Literal
+from typing import BinaryIO
 
 from python_multipart.multipart import MultipartParser, parse_options_header
 
@@ -23,7 +22,7 @@ from trainer.data.sets.metadata import METADATA_NAMES
 from trainer.errors import DataError
 from trainer.files import atomic
 from trainer.ui.datasets import edits, worker
-from trainer.ui.datasets.places import Place, writing_to
+from trainer.ui.datasets.places import Place, require_writable, writing_to
 from trainer.words.sizes import GIB, gib
 
 MOST_FILE_BYTES = 64 * 1024**2
@@ -38,7 +37,6 @@ _MOST_NAME_BYTES = 160
 _DISPOSITION = b"content-disposition"
 _THERE = "a file of this name, or a picture of its stem, is there already: left out"
 _NOT_ALLOWED = re.compile(r"[^\w .,()@+=~-]+")
-Existing = Literal["keep", "replace", "skip"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +61,17 @@ def stored_name(given: str) -> str:
 
 
 class Upload:
-    """One form as it comes in: `write` takes its bytes, `finish` stores what is good.
+    """One form as it comes in: `write` takes its bytes, `finish` stores what is good; then `close` it.
 
-    Opening it raises DataError where the data set is full, read-only, or its disk is.
+    Opening it raises DataError where it is no form with files, where the data set is read-only, and where
+    the disk cannot take `coming_bytes`.
     """
 
-    def __init__(self, place: Place, boundary: bytes, coming_bytes: int) -> None:
-        if not place.writable:
-            remedy = "let the studio's user write there, or mount it without `ro`"
-            raise DataError("the data set is read-only", where=str(place.folder), remedy=remedy)
+    def __init__(self, place: Place, content_type: str, coming_bytes: int = 0) -> None:
+        kind, options = parse_options_header(content_type)
+        if kind != b"multipart/form-data" or not options.get(b"boundary"):
+            raise DataError("the request is no form with files", where="Content-Type")
+        require_writable(place)
         self._place = place
         self._files, self._bytes = _size(place.folder)
         self._require_space(coming_bytes)
@@ -83,7 +83,7 @@ class Upload:
         self._header = self._value = b""
         self._size = self._unlooked = 0
         self._parser = MultipartParser(
-            boundary,
+            options[b"boundary"],
             {
                 "on_part_begin": self._part_begin,
                 "on_header_field": self._header_bytes,
@@ -116,12 +116,9 @@ class Upload:
                 edits.add(self._place, moved, list(trash), f"{len(moved)} files added")
         told = []
         for one in self._told:
-            if one.stored:
-                stored = names[one.stored][0] if one.stored in names else ""
-                one = dataclasses.replace(
-                    one, stored=stored, problem=problems[one.stored] or ("" if stored else _THERE)
-                )
-            told.append(one)
+            stored, _ = names.get(one.stored, ("", []))
+            problem = one.problem or problems[one.stored] or ("" if stored else _THERE)
+            told.append(dataclasses.replace(one, stored=stored, problem=problem))
         return told
 
     def close(self) -> None:
@@ -198,22 +195,6 @@ class Upload:
             self._fields[name] = self._value.decode(errors="replace")
 
 
-@contextlib.contextmanager
-def receiving(place: Place, content_type: str, coming_bytes: int = 0) -> Iterator[Upload]:
-    """Give an upload for a form of this type, whose files are gone afterwards where they were not stored.
-
-    Raises DataError for another type, and where the disk cannot take `coming_bytes`.
-    """
-    kind, options = parse_options_header(content_type)
-    if kind != b"multipart/form-data" or not options.get(b"boundary"):
-        raise DataError("the request is no form with files", where="Content-Type")
-    upload = Upload(place, options[b"boundary"], coming_bytes)
-    try:
-        yield upload
-    finally:
-        upload.close()
-
-
 def _size(folder: Path) -> tuple[int, int]:
     """Number of files below a folder, and their bytes."""
     found = []
@@ -227,25 +208,29 @@ def _size(folder: Path) -> tuple[int, int]:
 def _final_names(folder: Path, names: list[str], existing: str) -> dict[str, tuple[str, list[str]]]:
     """For each file its name in `folder`, empty where it is left out, and the files that it replaces.
 
-    A picture and its caption keep a common stem.
+    A picture and its caption keep a common stem; a second picture of the upload that has it gets another, and
+    never replaces the first.
     """
     taken: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for path in folder.iterdir():
         taken[_sort(path.name)].append(path.name)
-    stems, groups = {stem for stem, _ in taken}, defaultdict(list)
+    stems = {stem for stem, _ in taken} | {PurePosixPath(name).stem for name in names}
+    seen: Counter[tuple[str, str]] = Counter()
+    groups: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
     for name in names:
-        groups[PurePosixPath(name).stem].append(name)
+        groups[PurePosixPath(name).stem, seen[_sort(name)]].append(name)
+        seen[_sort(name)] += 1
     final: dict[str, tuple[str, list[str]]] = {}
-    for stem, group in groups.items():
+    for (stem, before), group in groups.items():
         in_way = {name: sorted(taken.get(_sort(name), ())) for name in group}
         target = stem
-        if existing == "keep" and any(in_way.values()):
+        if existing == "keep" and (before or any(in_way.values())):
             # a caption alone would be no picture's under another name, metadata would not be read
             target = _free_stem(stem, stems) if any(_sort(name)[1] == "picture" for name in group) else ""
         for name in group:
-            left_out = not target or (existing == "skip" and in_way[name])
+            left_out = not target or (existing != "keep" and before) or (existing == "skip" and in_way[name])
             stored = "" if left_out else target + PurePosixPath(name).suffix
-            final[name] = (stored, in_way[name] if existing == "replace" else [])
+            final[name] = (stored, in_way[name] if existing == "replace" and stored else [])
     return final
 
 

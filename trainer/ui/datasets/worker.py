@@ -7,8 +7,8 @@ Tasks are `look` (at a data set), `judge` (uploaded files) and `preview` (one pi
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
-import io
 import json
 import shutil
 import subprocess
@@ -18,10 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from trainer.config.interpreter import python
-from trainer.config.schema import DataSet
 from trainer.data.captions import read_sidecar
 from trainer.data.pictures.buckets import buckets
 from trainer.data.pictures.formats import FORMATS_TEXT, SUFFIXES
@@ -29,24 +26,21 @@ from trainer.data.pictures.images import claimed_pixels, read_bytes, read_image
 from trainer.data.pictures.opened import open_all
 from trainer.data.sets.look import look
 from trainer.data.sets.metadata import METADATA_NAMES, read_metadata
-from trainer.data.sets.scan import find_images, open_images
+from trainer.data.sets.scan import open_images
 from trainer.errors import DataError, TrainerError
 from trainer.files import atomic
 from trainer.telemetry.locks import is_held
 from trainer.ui.datasets import edits, snapshot
 from trainer.ui.datasets.places import Place, opened
 from trainer.ui.datasets.snapshot import Opened, Progress, Settings, Snapshot
+from trainer.ui.opened import MOST_PIXELS, as_webp
 
 THUMBNAIL_PIXELS = 256
 PREVIEW_PIXELS = 1024
-MOST_PIXELS = 100_000_000
-"""Pixels of a picture that is uploaded."""
 _LOCK_NAME, _ASKED_NAME = "look.lock", "asked"
-_TELL_SECONDS = 0.5
+_TELL_PICTURES = 8
 _DAY_SECONDS = 24 * 3600
 _LONGEST_SECONDS = 600
-_TURNS = threading.BoundedSemaphore(2)
-"""Workers that answer a request at a time: each may hold a picture of 100 megapixels."""
 Task = dict[str, Any]
 
 
@@ -82,11 +76,13 @@ def is_looking(place: Place) -> bool:
 
 
 def ask(name: str, place: Place, path: str) -> bytes:
-    """Output of a task about one path, which is waited for. Raises DataError where the worker fails."""
+    """Output of a task about one path, which is waited for; the caller limits how many are at work.
+
+    Raises DataError where the worker fails.
+    """
     task = json.dumps(_task(name, place) | {"path": path}).encode()
     try:
-        with _TURNS:
-            done = subprocess.run(_command(), input=task, capture_output=True, timeout=_LONGEST_SECONDS)
+        done = subprocess.run(_command(), input=task, capture_output=True, timeout=_LONGEST_SECONDS)
     except subprocess.TimeoutExpired as error:
         what = f"decoding took longer than {_LONGEST_SECONDS} s"
         raise DataError(what, where=path, remedy="remove what was added last") from error
@@ -148,34 +144,28 @@ def _tidy(place: Place) -> None:
 
 
 def _look(place: Place, settings: Settings, asked: int, first: bool) -> None:
-    masks = place.root / settings.mask if settings.mask else None
-    controls = tuple(place.root / name for name in settings.controls) or None
-    one = DataSet(img_dir=place.folder, mask_dir=masks, control_dir=controls)
-    found = find_images([one], settings.model.control_counts)
+    found = snapshot.listed(place, settings)
     sizes = buckets(settings.resolution, settings.model.pixel_multiple)
     if first:
-        listed = Snapshot(settings=settings, pictures=look(found, place.root, sizes)[0])
+        listed = Snapshot(pictures=look(found, place.root, sizes)[0])
         snapshot.keep(place, snapshot.SNAPSHOT_NAME, listed)
-    told = 0.0
 
     def progress(done: int, total: int) -> None:
-        nonlocal told
-        if time.monotonic() > told + _TELL_SECONDS:
-            told = time.monotonic()
+        if done % _TELL_PICTURES == 0:
             snapshot.keep(place, snapshot.PROGRESS_NAME, Progress(done=done, total=total))
 
     masked = {mask for item in found.images for mask in item.masks}
     marks = {str(path): mark for path in set(found.files) if (mark := _mark(path, path in masked))}
-    before = snapshot.read_opened(place)
-    same = [name for name, mark in marks.items() if before.marks.get(name) == mark]
-    open_images(found, known={Path(name): before.measured[name] for name in same}, progress=progress)
-    good = {str(path): one for path, one in found.good.items() if str(path) in marks}
-    kept = Opened(marks={name: marks[name] for name in good}, measured=good)
+    before = snapshot.read_opened(place).files
+    known = {Path(name): one for name, (mark, one) in before.items() if marks.get(name) == mark}
+    open_images(found, known=known, progress=progress)
+    good = {str(path): one for path, one in found.good.items()}
+    kept = Opened(files={name: (mark, good[name]) for name, mark in marks.items() if name in good})
     snapshot.keep(place, snapshot.OPENED_NAME, kept)
     for path in (item.path for item in found.images if item.path in found.good):
         _keep_thumbnail(thumbnail_path(place.studio, found.good[path].content_sha256), path)
     pictures, strays = look(found, place.root, sizes)
-    result = Snapshot(settings=settings, complete=True, asked=asked, pictures=pictures, strays=strays)
+    result = Snapshot(complete=True, asked=asked, pictures=pictures, strays=strays)
     snapshot.keep(place, snapshot.SNAPSHOT_NAME, result)
 
 
@@ -190,26 +180,12 @@ def _mark(path: Path, as_mask: bool) -> tuple[int, int, int, bool] | None:
 
 def _keep_thumbnail(target: Path, path: Path) -> None:
     """Make a picture's thumbnail unless it is there; one that has changed meanwhile gets its next time."""
-    if target.exists():
-        return
-    try:
-        data = small(path, THUMBNAIL_PIXELS, target.stem)
-    except DataError:
-        return  # the next look tells what is wrong with it
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with atomic.writing(target, sync=False) as file:
-        file.write(data)
-
-
-def small(path: Path, most: int, sha256: str | None = None) -> bytes:
-    """WebP of a picture, no side longer than `most` pixels, without EXIF. Raises DataError."""
-    image = read_image(path, content_sha256=sha256)
-    image.thumbnail((most, most), Image.Resampling.BICUBIC)
-    # a copy without the text and EXIF of the file
-    plain, buffer = Image.new("RGB", image.size), io.BytesIO()
-    plain.paste(image)
-    plain.save(buffer, "WEBP", quality=80)
-    return buffer.getvalue()
+    if not target.exists():
+        with contextlib.suppress(DataError):  # the next look tells what is wrong with it
+            data = as_webp(read_image(path, content_sha256=target.stem), THUMBNAIL_PIXELS)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with atomic.writing(target, sync=False) as file:
+                file.write(data)
 
 
 def _command() -> list[str]:
@@ -232,8 +208,8 @@ def main() -> int:
                 print(json.dumps(judge(place, Path(task["path"]))))
             case "preview":
                 with opened(place, task["path"]) as file:
-                    data = small(Path(f"/proc/self/fd/{file.fileno()}"), PREVIEW_PIXELS)
-                sys.stdout.buffer.write(data)
+                    picture = read_image(Path(f"/proc/self/fd/{file.fileno()}"))
+                sys.stdout.buffer.write(as_webp(picture, PREVIEW_PIXELS))
     except TrainerError as error:
         print(error, file=sys.stderr)
         return int(error.exit_code)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import PurePosixPath
+from typing import TypeVar
 
 from pydantic import ValidationError
 from python_multipart.exceptions import FormParserError
@@ -24,23 +27,33 @@ from trainer.ui.datasets.places import folders, new_place, place_of
 from trainer.ui.datasets.snapshot import Settings, picture_of
 from trainer.ui.page import render
 from trainer.ui.studio import Studio, UnknownIdError, found_by_id
-from trainer.ui.views.dataset import (
-    FILTERS,
-    dataset_view,
-    datasets_view,
-    look_view,
-    picture_view,
-    replace_view,
-    tile_view,
-)
+from trainer.ui.views import dataset as views
 
 _IMMUTABLE = {"Cache-Control": "private, max-age=604800, immutable"}
+_MOST_WORKERS, _MOST_ASKED = 2, 16
+"""Workers at a time, each of which may hold a picture of 100 megapixels, and requests that may want one."""
+Answer = TypeVar("Answer")
 Change = Callable[[Studio, Request, FormData], Response | None]
 """A change by a form; without a response of its own the data set is looked at and shown again."""
 
 
+class _Turns:
+    """Turns of workers; whoever waits for one holds no thread, of which all pages share a few."""
+
+    def __init__(self) -> None:
+        self._asked, self._workers = asyncio.Semaphore(_MOST_ASKED), asyncio.Semaphore(_MOST_WORKERS)
+
+    async def take(self, work: Callable[..., Answer], *arguments: object) -> Answer:
+        """Give the result of work that asks a worker. Raises HTTPException where too many wait."""
+        if self._asked.locked():
+            raise HTTPException(503, "many pictures are being decoded: try again in a moment")
+        async with self._asked, self._workers:
+            return await run_in_threadpool(work, *arguments)
+
+
 def routes(studio: Studio) -> Sequence[BaseRoute]:
     """Routes of the list of data sets, of one set and of one picture."""
+    turns = _Turns()
     one = "/data/{set}/pictures/{picture}"
     shown = {
         "/data": _list,
@@ -49,7 +62,6 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
         "/data/{set}/replace": _show_replacement,
         one: _show_picture,
         f"{one}/thumbnail": _thumbnail,
-        f"{one}/preview": _preview,
     }
     changes: Mapping[str, Change] = {
         "/data": _create,
@@ -64,18 +76,19 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
     return [
         *(Route(path, functools.partial(page, studio), methods=["GET"]) for path, page in shown.items()),
         *(Route(path, _changing(studio, change), methods=["POST"]) for path, change in changes.items()),
-        Route("/data/{set}/upload", functools.partial(_upload, studio), methods=["POST"]),
+        Route(f"{one}/preview", functools.partial(turns.take, functools.partial(_preview, studio))),
+        Route("/data/{set}/upload", functools.partial(_upload, studio, turns), methods=["POST"]),
     ]
 
 
 def _list(studio: Studio, request: Request) -> Response:
-    return render(request, "datasets.html", rows=datasets_view(studio), folder=studio.data)
+    return render(request, "datasets.html", rows=views.datasets_view(studio), folder=studio.data)
 
 
 def _show(studio: Studio, request: Request) -> Response:
     asked = request.query_params
     page = asked.get("page", "1")
-    view = dataset_view(
+    view = views.dataset_view(
         studio,
         request.path_params["set"],
         show=asked.get("show", ""),
@@ -83,23 +96,25 @@ def _show(studio: Studio, request: Request) -> Response:
         bucket=asked.get("bucket", ""),
         page=int(page) if page.isdecimal() and len(page) < 9 else 1,
     )
-    return render(request, "dataset.html", view=view, filters=FILTERS, wait="wait" in asked)
+    return render(request, "dataset.html", view=view, filters=views.FILTERS, wait="wait" in asked)
 
 
 def _progress(studio: Studio, request: Request, *, asked: bool = True) -> Response:
     """The page's part on looks; `wait` in the address: its script loads the page again when one is done."""
-    look, wait = look_view(studio, request.path_params["set"]), "wait" in request.query_params
+    look, wait = views.look_view(studio, request.path_params["set"]), "wait" in request.query_params
     return render(request, "_look.html", look=look, asked=asked, wait=wait)
 
 
 def _show_replacement(studio: Studio, request: Request) -> Response:
     asked = request.query_params
-    view = replace_view(studio, request.path_params["set"], asked.get("find", ""), asked.get("replace", ""))
+    view = views.replace_view(
+        studio, request.path_params["set"], asked.get("find", ""), asked.get("replace", "")
+    )
     return render(request, "replace.html", view=view, changed=False)
 
 
 def _show_picture(studio: Studio, request: Request) -> Response:
-    view = picture_view(studio, request.path_params["set"], request.path_params["picture"])
+    view = views.picture_view(studio, request.path_params["set"], request.path_params["picture"])
     return render(request, "picture.html", view=view)
 
 
@@ -124,19 +139,23 @@ def _preview(studio: Studio, request: Request) -> Response:
     return Response(worker.ask("preview", place, name), media_type="image/webp")
 
 
-async def _upload(studio: Studio, request: Request) -> Response:
+async def _upload(studio: Studio, turns: _Turns, request: Request) -> Response:
     place = await run_in_threadpool(place_of, studio, request.path_params["set"])
+    kind = request.headers.get("content-type", "")
     # the guard has seen that the length is a number
     coming_bytes = int(request.headers.get("content-length", "0"))
-    with upload.receiving(place, request.headers.get("content-type", ""), coming_bytes) as files:
-        try:
-            async for chunk in request.stream():
-                await run_in_threadpool(files.write, chunk)
-            told = await run_in_threadpool(files.finish)
-        except FormParserError as error:
-            raise HTTPException(400, f"the form is damaged: {error}") from error
+    files = await run_in_threadpool(upload.Upload, place, kind, coming_bytes)
+    try:
+        async for chunk in request.stream():
+            await run_in_threadpool(files.write, chunk)
+        told = await turns.take(files.finish)
+    except FormParserError as error:
+        raise HTTPException(400, f"the form is damaged: {error}") from error
+    finally:
+        await run_in_threadpool(files.close)
     await run_in_threadpool(worker.ask_for_look, place)
-    return render(request, "_told.html" if _is_part(request) else "told.html", told=told, place=place)
+    template = "_told.html" if _is_part(request) else "told.html"
+    return await run_in_threadpool(render, request, template, told=told, place=place)
 
 
 def _changing(studio: Studio, change: Change) -> Callable[[Request], Awaitable[Response]]:
@@ -177,7 +196,7 @@ def _caption(studio: Studio, request: Request, form: FormData) -> Response:
         worker.ask_for_look(place)
         if not _is_part(request):
             return RedirectResponse(f"/data/{place.id}/pictures/{key}", status_code=303)
-    tile, failed = tile_view(place, key), bool(conflict or problem)
+    tile, failed = views.tile_view(place, key), bool(conflict or problem)
     return render(
         request,
         "_caption.html" if _is_part(request) else "caption.html",
@@ -194,7 +213,7 @@ def _caption(studio: Studio, request: Request, form: FormData) -> Response:
 
 def _replace(studio: Studio, request: Request, form: FormData) -> Response | None:
     """Make a replacement exactly as it was shown, or show it again."""
-    view = replace_view(studio, request.path_params["set"], _text(form, "find"), _text(form, "replace"))
+    view = views.replace_view(studio, request.path_params["set"], _text(form, "find"), _text(form, "replace"))
     if view.seen != _text(form, "seen"):
         return render(request, "replace.html", status_code=409, view=view, changed=True)
     texts = {name: (then, etag) for name, (_, then, etag) in view.found.items()}
@@ -210,10 +229,7 @@ def _undo(studio: Studio, request: Request, form: FormData) -> None:
 
 
 def _to_files(studio: Studio, request: Request, form: FormData) -> None:
-    place = place_of(studio, request.path_params["set"])
-    found = snapshot.read_snapshot(place)
-    if found is not None:
-        edits.captions_to_files(place, found)
+    edits.captions_to_files(place_of(studio, request.path_params["set"]))
 
 
 def _delete(studio: Studio, request: Request, form: FormData) -> None:
@@ -224,9 +240,11 @@ def _delete(studio: Studio, request: Request, form: FormData) -> None:
 
 def _settings(studio: Studio, request: Request, form: FormData) -> None:
     """Keep what buckets and problems depend on. Raises DataError for a value that a run would not take."""
-    place, below = (
-        place_of(studio, request.path_params["set"]),
-        [studio.data / one for one in folders(studio)],
+    place = place_of(studio, request.path_params["set"])
+    below = [studio.data / one for one in folders(studio)]
+    mask, *controls = (
+        found_by_id(studio.data, str(given), below).relative_to(studio.data).as_posix() if given else ""
+        for given in (_text(form, "mask"), *form.getlist("controls"))
     )
     family, trigger_word = _text(form, "family"), _text(form, "trigger_word").strip()
     if family not in {one.name for one in snapshot.picture_families()}:
@@ -238,17 +256,8 @@ def _settings(studio: Studio, request: Request, form: FormData) -> None:
         problems = [Problem(what=one["msg"], where=".".join(map(str, one["loc"]))) for one in error.errors()]
         raise DataError(problems) from error
     buckets(data.resolution, families.get(family).pixel_multiple)
-    mask, *controls = (
-        found_by_id(studio.data, str(given), below).relative_to(studio.data).as_posix() if given else ""
-        for given in (_text(form, "mask"), *form.getlist("controls"))
-    )
-    made = Settings(
-        family=family,
-        resolution=data.resolution,
-        trigger_word=trigger_word,
-        mask=mask,
-        controls=tuple(filter(None, controls)),
-    )
+    made = Settings(family=family, resolution=data.resolution, trigger_word=trigger_word, mask=mask)
+    made = dataclasses.replace(made, controls=tuple(filter(None, controls)))
     snapshot.keep(place, snapshot.SETTINGS_NAME, made)
 
 

@@ -14,16 +14,18 @@ from trainer.config import environment
 from trainer.config.reading import layers, presets
 from trainer.config.reading.layers import Layer
 from trainer.config.reading.load import Loaded, from_layers
+from trainer.config.reading.paths import MODEL, taken_from
 from trainer.config.tree import Node, at, from_plain, without
 from trainer.config.writing.dump import written
 from trainer.config.writing.schema_json import json_schema
 from trainer.errors import ConfigError, Problem
 from trainer.queue.database import read_jobs
+from trainer.telemetry.run_folder.process import working_folder
 from trainer.telemetry.rundir import CONFIG_FILE
 from trainer.ui import forms
 from trainer.ui.opened import open_below
 from trainer.ui.studio import Studio
-from trainer.ui.views.paths import MODEL, outside, placed
+from trainer.ui.views.paths import outside, placed
 from trainer.ui.views.runs import run_folder
 
 OWN = "own"
@@ -168,7 +170,8 @@ def _start(studio: Studio, asked: Asked) -> Start:
         folder = run_folder(studio, asked.start.removeprefix(RUN))
         with open_below(studio.runs, folder / CONFIG_FILE) as file:
             text = file.read(_MOST_BYTES).decode(errors="replace")
-        return Start(name=folder.name, layer=_of_text(text, folder.name), run=folder.name)
+        layer = taken_from(_of_text(text, folder.name), working_folder(folder))
+        return Start(name=folder.name, layer=layer, run=folder.name)
     if asked.start not in starts():
         remedy = f"known: {', '.join(starts())}"
         problem = Problem(what=f'no configuration "{asked.start}"', where="start", remedy=remedy)
@@ -184,7 +187,9 @@ def _of_text(text: str, name: str) -> Layer:
 @cache
 def _shipped(stem: str) -> Layer:
     path = presets.shipped_folder() / f"{stem}.yaml"
-    return layers.from_text(path.read_text(encoding="utf-8"), path.name)
+    # the quickstart names folders beside `train_configs`, and the studio may have been started elsewhere
+    layer = layers.from_text(path.read_text(encoding="utf-8"), path.name)
+    return taken_from(layer, presets.shipped_folder().parent)
 
 
 @lru_cache(maxsize=64)
@@ -207,7 +212,9 @@ def loaded_of(studio: Studio, asked: Asked) -> tuple[Loaded | None, tuple[Proble
     form = form_of(count_of(None, asked))
     own = forms.layer(form, placed(studio, form, asked.typed), low)
     defaults, lora_presets = _known()
-    environ = environment.snapshot()
+    # what such variables say of a run is in its file, over which they would lie again
+    of_run = asked.start.startswith(RUN)
+    environ = environment.without_settings() if of_run else environment.snapshot()
     try:
         loaded = from_layers(
             files,
@@ -220,7 +227,7 @@ def loaded_of(studio: Studio, asked: Asked) -> tuple[Loaded | None, tuple[Proble
         )
     except ConfigError as error:
         return None, error.problems
-    wrong = tuple(outside(studio, form, loaded, f"{name}:" if start.trusted else ""))
+    wrong = tuple(outside(studio, loaded, f"{name}:" if start.trusted else ""))
     return (None, wrong) if wrong else (loaded, ())
 
 

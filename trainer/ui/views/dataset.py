@@ -14,18 +14,8 @@ from pathlib import PurePosixPath
 from trainer.data.captions import with_trigger_word
 from trainer.data.sets.look import Picture
 from trainer.errors import DataError
-from trainer.ui.datasets import edits, worker
+from trainer.ui.datasets import edits, snapshot, worker
 from trainer.ui.datasets.places import Place, folders, place_of, places
-from trainer.ui.datasets.snapshot import (
-    Progress,
-    Settings,
-    picture_families,
-    picture_of,
-    pictures_by_id,
-    read_progress,
-    read_settings,
-    read_snapshot,
-)
 from trainer.ui.studio import Studio, identifier
 
 TILES = 60
@@ -68,7 +58,7 @@ class LookView:
     """Whether one was asked for and ended without an answer."""
     is_old: bool
     """Whether files came, went or were renamed in the folder since it was last looked at."""
-    progress: Progress | None
+    progress: snapshot.Progress | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +81,7 @@ class DatasetView:
 
     place: Place
     look: LookView
-    settings: Settings
+    settings: snapshot.Settings
     families: Mapping[str, str]
     """Titles of families that are trained on pictures, by name."""
     folders: Mapping[str, str]
@@ -145,7 +135,7 @@ def datasets_view(studio: Studio) -> list[Row]:
     """All data sets of the studio. Raises DataError where their root cannot be read."""
     rows = []
     for place in places(studio):
-        found = read_snapshot(place)
+        found = snapshot.read_snapshot(place)
         rows.append(
             Row(
                 place=place,
@@ -160,17 +150,17 @@ def datasets_view(studio: Studio) -> list[Row]:
 def look_view(studio: Studio, given: str) -> LookView:
     """The looks at one data set. Raises UnknownIdError."""
     place = place_of(studio, given)
-    snapshot, asked = read_snapshot(place), worker.last_request(place)
-    is_open = asked > (snapshot.asked if snapshot else 0)
+    latest, asked = snapshot.read_snapshot(place), worker.last_request(place)
+    is_open = asked > (latest.asked if latest else 0)
     is_new = asked > time.time_ns() - _START_NANOSECONDS
     is_looking = worker.is_looking(place) or (is_open and is_new)
     return LookView(
         place=place,
-        looked=snapshot is not None and snapshot.complete,
+        looked=latest is not None and latest.complete,
         is_looking=is_looking,
         failed=is_open and not is_looking,
-        is_old=snapshot is None or snapshot.asked < place.folder.stat().st_mtime_ns,
-        progress=read_progress(place) if is_looking else None,
+        is_old=latest is None or latest.asked < place.folder.stat().st_mtime_ns,
+        progress=snapshot.read_progress(place) if is_looking else None,
     )
 
 
@@ -182,7 +172,8 @@ def dataset_view(
     Raises UnknownIdError.
     """
     place = place_of(studio, given)
-    snapshot, pictures, settings = read_snapshot(place), pictures_by_id(place), read_settings(place)
+    latest, settings = snapshot.read_snapshot(place), snapshot.read_settings(place)
+    pictures = snapshot.pictures_by_id(place)
     show, most = show if show in FILTERS else "all", settings.caption_bytes
     shown = [
         key
@@ -199,12 +190,12 @@ def dataset_view(
         place=place,
         look=look_view(studio, given),
         settings=settings,
-        families={family.name: family.title for family in picture_families()},
+        families={family.name: family.title for family in snapshot.picture_families()},
         folders={identifier(studio.data, studio.data / name): name for name in folders(studio)},
         counts={name: sum(test(one, most) for one in rows) for name, (_, test) in FILTERS.items()},
         buckets=dict(sorted(buckets.items())),
         alone=sum(count == 1 for count in buckets.values()),
-        strays=snapshot.strays if snapshot else (),
+        strays=latest.strays if latest else (),
         in_metadata=sum(bool(one.caption) and not one.in_file for one in rows),
         undo=edits.last_change(place),
         show=show,
@@ -218,7 +209,7 @@ def dataset_view(
 
 def tile_view(place: Place, key: str) -> Tile:
     """One picture of the grid by its id. Raises UnknownIdError."""
-    picture, locked = picture_of(place, key), ""
+    picture, locked = snapshot.picture_of(place, key), ""
     caption = edits.Caption(text=picture.caption, etag="")
     try:
         caption = edits.caption_now(place, edits.caption_file(picture))
@@ -231,12 +222,12 @@ def tile_view(place: Place, key: str) -> Tile:
 def picture_view(studio: Studio, given: str, picture: str) -> PictureView:
     """One picture by its id and that of its data set. Raises UnknownIdError."""
     place = place_of(studio, given)
-    tile, keys = tile_view(place, picture), ["", *pictures_by_id(place), ""]
+    tile, keys = tile_view(place, picture), ["", *snapshot.pictures_by_id(place), ""]
     index = keys.index(picture)
     return PictureView(
         place=place,
         tile=tile,
-        trained_caption=with_trigger_word(tile.caption, read_settings(place).trigger_word),
+        trained_caption=with_trigger_word(tile.caption, snapshot.read_settings(place).trigger_word),
         before=keys[index - 1],
         after=keys[index + 1],
     )
@@ -245,6 +236,6 @@ def picture_view(studio: Studio, given: str, picture: str) -> PictureView:
 def replace_view(studio: Studio, given: str, find: str, replace: str) -> ReplaceView:
     """Captions that a replacement would change, as they are on the disk now. Raises UnknownIdError."""
     place = place_of(studio, given)
-    found = edits.replaced(place, pictures_by_id(place).values(), find, replace)
+    found = edits.replaced(place, snapshot.pictures_by_id(place).values(), find, replace)
     seen = hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
     return ReplaceView(place=place, find=find, replace=replace, found=found, seen=seen)

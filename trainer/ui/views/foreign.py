@@ -11,13 +11,13 @@ from pathlib import PurePath
 from typing import Any
 
 from trainer.config import elsewhere, fields
+from trainer.config.reading.paths import MODEL
 from trainer.doctor.entries import TRAINING, Document, Entry
 from trainer.doctor.reading import of_text
 from trainer.errors import ConfigError, Problem
 from trainer.ui.forms import SOURCE
 from trainer.ui.studio import Studio
 from trainer.ui.views.asked import OWN, Asked, form_of, problems_of, start_with, starts
-from trainer.ui.views.paths import MODEL
 
 _FILE_OF = {"{": "configuration.json", "#!": "run.sh", "accelerate ": "run.sh", "python ": "run.sh"}
 """Names that tell the kind of a text by its beginning."""

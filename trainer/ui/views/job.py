@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import ExitCode, Problem
+from trainer.telemetry import control
 from trainer.telemetry.control import Request
 from trainer.telemetry.run_folder.plan import PlannedDecision
 from trainer.telemetry.run_folder.results import Sample
@@ -129,6 +130,8 @@ class JobView:
     damaged_lines: int
     requests: tuple[Request, ...]
     """Orders that it was given while it runs, oldest first."""
+    obstacle: Problem | None
+    """The reason why it cannot be asked for anything though it runs; None where it can, or does not run."""
     can_be_asked: bool
     can_resume: bool
 
@@ -145,6 +148,8 @@ def job_view(studio: Studio, run_id: str, *, level: str = LEVELS[0]) -> JobView:
     """
     folder = run_folder(studio, run_id)
     run = read_run(folder)
+    runs = run.state is State.RUNNING
+    obstacle = control.obstacle(folder, run.process) if runs else None
     lines = tuple(_log(studio.runs, folder))
     level = level if level in LEVELS else LEVELS[0]
     status = run.statuses[0] if run.statuses else None
@@ -181,9 +186,18 @@ def job_view(studio: Studio, run_id: str, *, level: str = LEVELS[0]) -> JobView:
         config="\n".join(tail(studio.runs, folder / CONFIG_FILE, _CONFIG_BYTES)),
         damaged_lines=run.damaged_lines,
         requests=tuple(run.requests),
-        can_be_asked=run.state is State.RUNNING and run.process is not None,
-        can_resume=run.state in (State.RESUMABLE, State.BEGUN),
+        obstacle=obstacle,
+        can_be_asked=runs and obstacle is None,
+        can_resume=not runs and _can_resume(run),
     )
+
+
+def _can_resume(run: Run) -> bool:
+    """True where a run that has ended has settings to go on with, and did not end well; one that has a result
+    may have been continued with more steps, or have failed its proof.
+    """
+    unfinished = run.state in (State.RESUMABLE, State.BEGUN)
+    return bool(run.config) and (unfinished or (run.end is not None and run.end.exit_code != ExitCode.OK))
 
 
 def phases(run: Run) -> tuple[PhaseView, ...]:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from trainer.config.reading.load import Loaded
+from trainer.config.reading.paths import MODEL, paths_of
 from trainer.errors import Problem
 from trainer.ui import forms
 from trainer.ui.studio import Studio
 
-MODEL = "model.pretrained_model_name_or_path"
 _ROOTS = {"output_dir": "runs", "lora.init_from": "runs", "checkpoint": "runs", "model": "models"}
 """Keys and sections whose paths lie below another root than that of data sets."""
 _MOST_NAMED = 200
 """Folders that a field offers."""
-_TEXTS = (MODEL, "validation.clip_model", "validation.dinov2_model", "data.chat_template")
-"""Keys whose text may be a path, or a name."""
 
 
 def root_name(key: str) -> str:
@@ -61,39 +58,22 @@ def placed(studio: Studio, form: Sequence[forms.Section], typed: Mapping[str, st
     return found
 
 
-def outside(studio: Studio, form: Sequence[forms.Section], loaded: Loaded, trusted: str) -> Iterator[Problem]:
+def outside(studio: Studio, loaded: Loaded, trusted: str) -> Iterator[Problem]:
     """A problem for each path that leaves the studio's roots; those whose source begins with `trusted` may.
     Nothing is trusted where that is empty.
 
     A run's folder lies below the root of runs, all others below any of them.
     """
     roots = [root.resolve() for root in (studio.runs, studio.data, studio.models)]
-    for key in (one.key for section in form for one in section.fields):
+    for key, path in paths_of(loaded.config):
         source = loaded.sources.get(key, "default")
         if source == "default" or source.startswith(("family ", "preset ", *filter(None, [trusted]))):
             continue
-        for path in _paths(forms.value_at(loaded.config, key), key):
-            resolved = path.expanduser().resolve()
-            allowed = roots[:1] if key == "output_dir" else roots
-            if not any(resolved.is_relative_to(root) and resolved != root for root in allowed):
-                yield Problem(
-                    what=f"`{key}`: {path} is outside of the studio's folders",
-                    where=source,
-                    remedy=f"name a place below {root_of(studio, key)}",
-                )
-
-
-def _paths(value: Any, key: str) -> Iterator[Path]:
-    """Paths in a value; a text of some keys is one where it is written like one."""
-    if isinstance(value, Path):
-        yield value
-    elif isinstance(value, tuple):
-        for one in value:
-            yield from _paths(one, key)
-    elif isinstance(value, str) and key in _TEXTS and _is_path(value):
-        yield Path(value)
-
-
-def _is_path(text: str) -> bool:
-    """True for a text that is no name: a repository's has one slash, and no dots for a part."""
-    return text.startswith(("/", "~")) or ".." in text.split("/") or text.endswith(".jinja")
+        resolved = path.expanduser().resolve()
+        allowed = roots[:1] if key == "output_dir" else roots
+        if not any(resolved.is_relative_to(root) and resolved != root for root in allowed):
+            yield Problem(
+                what=f"`{key}`: {path} is outside of the studio's folders",
+                where=source,
+                remedy=f"name a place below {root_of(studio, key)}",
+            )

@@ -6,15 +6,15 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from trainer import families
 from trainer.config import environment
-from trainer.config.reading.load import load
+from trainer.families.loading import load_config
 from trainer.planning.planning import machine_facts
 from trainer.queue.adding import request
 from trainer.queue.launcher import ALIVE, ENDED, State
 from trainer.queue.local import Local
 from trainer.queue.overview import Entry, overview
 from trainer.queue.scheduler import is_scheduled
+from trainer.telemetry.run_folder.process import working_folder
 from trainer.telemetry.rundir import CONFIG_FILE
 from trainer.ui.studio import Studio, UnknownIdError, identifier
 from trainer.ui.views.runs import run_folder
@@ -139,11 +139,10 @@ def resume(studio: Studio, run: str) -> None:
     if own:
         queue.release(str(own[-1]))
         return
-    known = {name: families.get(name) for name in families.names()}
-    loaded = load(
+    loaded = load_config(
         [folder / CONFIG_FILE],
         output=folder,
-        family_defaults={name: family.defaults for name, family in known.items()},
-        lora_presets={name: tuple(family.lora_targets) for name, family in known.items()},
+        environ=environment.without_settings(),
+        working_folder=working_folder(folder),
     )
     queue.submit([request(loaded, machine_facts(), queue.gpus(), name=folder.name)])

@@ -116,7 +116,7 @@ def run_folders(studio: Studio, notes: list[str] | None = None) -> list[Path]:
     """Folders of runs below the root, but in the studio's own; `notes` gets what is closed to us."""
     told: list[str] = [] if notes is None else notes
     try:
-        found = find_runs(studio.runs, told.append)
+        found = find_runs(studio.runs, told.append, nested=True)
     except ConfigError:
         return []  # none yet
     return [folder for folder in found if not folder.is_relative_to(studio.folder)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 from trainer.errors import ExitCode
 from trainer.telemetry.run_folder.process import PROCESS_FILE, is_running, read_process
 from trainer.telemetry.rundir import CONFIG_FILE
-from trainer.telemetry.runs import Run, State
+from trainer.telemetry.runs import Run, State, heartbeats
 from trainer.telemetry.sinks.records import METRICS_LOG
-from trainer.telemetry.status import STATUS_FILE, Phase
+from trainer.telemetry.status import STATUS_FILE, Phase, verdict_of_ranks
 
 LOG_FILE = "log.jsonl"
 PHASES: Mapping[Phase, str] = {
@@ -96,8 +97,8 @@ def remedy(exit_code: int | None) -> str:
 
 
 def signature(folder: Path) -> tuple[object, ...]:
-    """A value that changes whenever a run's page would: sizes and times of its files, whether it runs, and
-    its heartbeat.
+    """A value that changes whenever a run's page would: sizes and times of its files, whether it runs, its
+    heartbeat, and whether that of one of its ranks is late.
     """
     names = (
         METRICS_LOG,
@@ -115,6 +116,9 @@ def signature(folder: Path) -> tuple[object, ...]:
     running = is_running(folder, process)
     if running and process is not None:
         stamps.append(_stamp(Path(process.runtime_dir) / STATUS_FILE))
+        if statuses := heartbeats(process):
+            verdict = verdict_of_ranks(statuses, time.monotonic())
+            stamps += [verdict.healthy, verdict.hung]
     return (running, *stamps)
 
 

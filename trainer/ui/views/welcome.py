@@ -9,9 +9,10 @@ from pathlib import Path
 from trainer import families
 from trainer.config import environment
 from trainer.config.reading import presets
-from trainer.config.reading.load import Loaded, load, with_settings
+from trainer.config.reading.load import Loaded
 from trainer.container.preflight import machine_problems
 from trainer.errors import AccessError, ConfigError, HardwareError, Problem
+from trainer.families.loading import load_config
 from trainer.files import atomic
 from trainer.machine.facts import Facts, version_text
 from trainer.machine.profiles import select_each
@@ -20,6 +21,7 @@ from trainer.planning import planning
 from trainer.queue.adding import request
 from trainer.queue.scheduler import is_scheduled
 from trainer.ui.studio import Studio
+from trainer.ui.views.asked import Asked, loaded_of
 from trainer.ui.views.queued import local_queue
 from trainer.ui.views.settings import Root, roots
 from trainer.words.sizes import gib
@@ -101,37 +103,12 @@ def add_quickstart(studio: Studio) -> str:
 
     Raises ConfigError where the shipped configurations are not there, and as `trainer queue add`.
     """
-    shipped, number = presets.shipped_folder(), 1
-    folder = studio.runs / _QUICKSTART
-    taken = {job.run for job, _ in local_queue().jobs()}
-    while folder.exists() or folder in taken:
-        number += 1
-        folder = studio.runs / f"{_QUICKSTART}-{number}"
-    loaded = _loaded(shipped / f"{_QUICKSTART}.yaml", folder)
-    # its file names folders beside `train_configs`, and the studio may have been started elsewhere
-    config, beside = loaded.config, shipped.parent
-    sets = tuple(
-        one.model_copy(update={"img_dir": beside / one.img_dir}) for one in config.data.sets if one.img_dir
-    )
-    held_out = config.validation.img_dir
-    assert sets and held_out is not None, "the quickstart has pictures"
-    key = "model.pretrained_model_name_or_path"
-    base = str(beside / config.model.pretrained_model_name_or_path)
-    loaded = with_settings(loaded, {key: base, "data.sets": sets, "validation.img_dir": beside / held_out})
+    loaded, problems = loaded_of(studio, Asked(start=_QUICKSTART))
+    if loaded is None:
+        raise ConfigError(problems)
     queue = local_queue()
-    wanted = request(loaded, planning.machine_facts(), queue.gpus(), name=folder.name)
-    (job,) = queue.submit([wanted])
+    (job,) = queue.submit([request(loaded, planning.machine_facts(), queue.gpus())])
     return job
-
-
-def _loaded(path: Path, output: Path | None = None) -> Loaded:
-    known = {name: families.get(name) for name in families.names()}
-    return load(
-        [path],
-        output=output,
-        family_defaults={name: family.defaults for name, family in known.items()},
-        lora_presets={name: tuple(family.lora_targets) for name, family in known.items()},
-    )
 
 
 def _checks(facts: Facts) -> list[Check]:
@@ -175,7 +152,7 @@ def _checks(facts: Facts) -> list[Check]:
 @functools.cache
 def _shipped(family: str) -> Loaded:
     """A configuration of the family as it is shipped; its base is what the page asks for."""
-    return _loaded(presets.shipped_folder() / f"{family}_lora.yaml")
+    return load_config([presets.shipped_folder() / f"{family}_lora.yaml"])
 
 
 def _base(name: str) -> BaseView:

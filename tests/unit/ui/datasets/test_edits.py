@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.data.pictures import write_rows
 from tests.unit.ui.datasets.sets import looked, make, tree
 from trainer.data.captions import clean_caption, read_sidecar
 from trainer.errors import DataError, NoSpaceError
 from trainer.files import atomic
 from trainer.ui.datasets import edits
-from trainer.ui.datasets.places import held
+from trainer.ui.datasets.places import Place, held
+from trainer.ui.datasets.snapshot import pictures_by_id
 from trainer.ui.studio import Studio
 
 
@@ -112,3 +116,66 @@ def test_errors_name_the_file_and_not_its_descriptor(studio: Studio) -> None:
     ):
         raise OSError(28, "No space left on device")
     assert [one.where for one in raised.value.problems] == [str(place.folder / "a.txt")]
+
+
+def rows_of(place: Place, **texts: str) -> None:
+    """Metadata with a row for each picture, whose .txt goes."""
+    for name in texts:
+        (place.folder / f"{name}.txt").unlink(missing_ok=True)
+    write_rows(place.folder, [{"file_name": f"{name}.png", "text": text} for name, text in texts.items()])
+
+
+def test_rows_become_files_as_they_are_now(studio: Studio) -> None:
+    """Not as they were when the data set was looked at."""
+    place = make(studio, a="x", b="y")
+    rows_of(place, a="old", b="same")
+    looked(place)
+    rows_of(place, a="new", b="same")
+    before = tree(place.folder)
+    edits.captions_to_files(place)
+    assert {name: data for name, data in tree(place.folder).items() if name.endswith("txt")} == {
+        "a.txt": b"new\n", "b.txt": b"same\n",
+    }  # fmt: skip
+    assert edits.undo(place) == [] and tree(place.folder) == before
+
+
+@pytest.mark.parametrize("reason", ["written meanwhile", "no caption", "named twice"])
+def test_rows_that_cannot_become_files_stay(studio: Studio, reason: str) -> None:
+    """All of them, and the metadata too: each is told by its picture."""
+    place = make(studio, a="x", b="y")
+    rows_of(place, a="row a", b="row b")
+    looked(place)
+    if reason == "written meanwhile":
+        (place.folder / "a.txt").write_text("mine")
+    else:
+        texts = ["\x00"] if reason == "no caption" else ["row a", "row a"]
+        write_rows(place.folder, [{"file_name": "a.png", "text": text} for text in texts])
+    before = tree(place.folder)
+    with pytest.raises(DataError) as raised:
+        edits.captions_to_files(place)
+    assert [one.where for one in raised.value.problems] == ["cats/a.png"]
+    assert tree(place.folder) == before and not edits.last_change(place)
+
+
+def test_a_file_that_came_meanwhile_is_not_replaced(studio: Studio) -> None:
+    """Between the choice of an upload's names and their use, by another program."""
+    place = make(studio, a="a cat")
+    staged = place.folder / ".upload-1"
+    staged.mkdir()
+    (staged / "a.png").write_bytes(b"new")
+    before = tree(place.folder)
+    with pytest.raises(DataError, match="of this name"):
+        edits.add(place, {staged / "a.png": "cats/a.png"}, [], "1 files added")
+    assert tree(place.folder) == before and not edits.last_change(place)
+
+
+def test_data_sets_of_another_root_have_their_own_past(studio: Studio, tmp_path: Path) -> None:
+    """Two starts with one folder of runs, and a `cats` in each folder of data sets."""
+    other = dataclasses.replace(studio, data=tmp_path / "elsewhere")
+    first, second = make(studio, a="a cat"), make(other, a="a dog")
+    looked(first)
+    edits.delete(first, looked(first).pictures)
+    assert not pictures_by_id(second) and not edits.last_change(second)
+    assert edits.undo(second) == [] and not (first.folder / "a.png").exists()
+    # found again at the next start
+    assert edits.undo(make(studio)) == [] and (first.folder / "a.png").exists()

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
 import html
+import os
 import re
+import threading
 from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
 from starlette.testclient import TestClient
 
 from tests.unit.data.pictures import encoded, picture, write_rows
+from tests.unit.ui.conftest import ORIGIN
 from tests.unit.ui.datasets.sets import key_of, looked, make, tree
-from trainer.ui.datasets import worker
+from trainer.ui.datasets import edits, upload, worker
+from trainer.ui.pages import dataset
 from trainer.ui.studio import Studio
 
 
@@ -212,6 +221,110 @@ def test_a_read_only_set_is_shown_and_not_edited(
         client.post(f"/data/{place.id}/delete", data={"picture": key_of(place, "cats/a.png")}).status_code
         == 422
     )
+
+
+def test_a_caption_that_cannot_be_read_is_told_beside_its_picture(
+    client: TestClient, studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, plain = make(studio, a="a cat", b="a bee", c="a cow"), os.open
+    (place.folder / "a.txt").unlink()
+    (place.folder / "a.txt").mkdir()
+    looked(place)
+
+    def closed(path: str | Path, *arguments: int, **options: int | None) -> int:
+        if Path(path).name == "b.txt":  # whoever runs the tests may be root, whom no mode keeps out
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return plain(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", closed)
+    answer = client.get(f"/data/{place.id}")
+    assert answer.status_code == 200 and "a cow" in answer.text
+    assert "Is a directory" in answer.text and "Permission denied" in answer.text
+    address = f"/data/{place.id}/pictures/{key_of(place, 'cats/b.png')}/caption"
+    late = client.post(address, data={"caption": "x", "etag": ""})
+    assert late.status_code == 422 and "Permission denied" in late.text
+    # nor is it held open
+    held = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+    assert str(place.folder.resolve() / "a.txt") not in held
+
+
+def test_captions_that_changed_during_a_replacement_are_told(
+    client: TestClient, studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last look at them, before they are written."""
+    place, plain = make(studio, a="a cat"), edits.write_captions
+    looked(place)
+    address, asked = f"/data/{place.id}/replace", {"find": "cat", "replace": "dog"}
+    seen = field(client.get(address, params=asked).text, "seen")
+
+    def meanwhile(*arguments: Any) -> None:
+        (place.folder / "a.txt").write_text("another cat")
+        plain(*arguments)
+
+    monkeypatch.setattr(edits, "write_captions", meanwhile)
+    answer = client.post(address, data=asked | {"seen": seen})
+    assert answer.status_code == 422 and "changed on the disk meanwhile" in answer.text
+    assert (place.folder / "a.txt").read_text() == "another cat"
+
+
+def test_nothing_slow_runs_between_the_requests(
+    client: TestClient, studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upload walks the set, removes what is left over and draws a page in threads."""
+    place, run, on_loop = make(studio, a="a cat"), [], []
+
+    def watched(module: Any, name: str) -> None:
+        plain = getattr(module, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            run.append(name)
+            with contextlib.suppress(RuntimeError):  # which a thread without a loop raises
+                asyncio.get_running_loop()
+                on_loop.append(name)
+            return plain(*arguments, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    monkeypatch.setattr(worker, "ask", lambda *_: b'{"b.png": ""}')
+    for module, name in ((upload, "_size"), (upload.shutil, "rmtree"), (dataset, "render"), (worker, "ask")):
+        watched(module, name)
+    files = [("files", ("b.png", encoded(picture(seed=5)), "image/png"))]
+    assert client.post(f"/data/{place.id}/upload", files=files).status_code == 200
+    assert (run, on_loop) == (["_size", "ask", "rmtree", "render"], [])
+
+
+def test_pages_answer_while_pictures_are_decoded(
+    client: TestClient, studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More requests than there are threads wait for workers that do not end before another page was shown."""
+    place, shown, asked = make(studio, a="a cat"), threading.Event(), []
+    looked(place)
+
+    def ask(*_: object) -> bytes:
+        asked.append(shown.is_set())
+        shown.wait()
+        return b"picture"
+
+    monkeypatch.setattr(worker, "ask", ask)
+    address = f"/data/{place.id}/pictures/{key_of(place, 'cats/a.png')}/preview"
+
+    async def many() -> list[int]:
+        transport = httpx2.ASGITransport(client.app)
+        async with httpx2.AsyncClient(
+            transport=transport, base_url=ORIGIN, cookies=client.cookies
+        ) as browser:
+            previews = [asyncio.create_task(browser.get(address)) for _ in range(50)]
+            # only against waiting for ever, where this fails
+            try:
+                page = await asyncio.wait_for(browser.get("/data"), 60)
+            finally:
+                shown.set()
+            return [page.status_code, *[(await one).status_code for one in previews]]
+
+    page, *previews = asyncio.run(many())
+    assert page == 200
+    assert (previews.count(200), previews.count(503)) == (16, 34)
+    assert len(asked) == 16 and asked.count(False) <= 2
 
 
 def test_asking_twice_changes_nothing(client: TestClient, studio: Studio, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from urllib.parse import quote
@@ -140,7 +141,7 @@ def test_no_name_in_a_form_leads_anywhere(
 def test_no_name_of_an_uploaded_file_leads_anywhere(studio: Studio, tmp_path: Path) -> None:
     """All names at once, quoted in a form as no browser would."""
     place, data = make(studio), encoded(picture(seed=1))
-    with upload.receiving(place, "multipart/form-data; boundary=x") as files:
+    with contextlib.closing(upload.Upload(place, "multipart/form-data; boundary=x")) as files:
         for name in NAMES:
             raw = name.encode().replace(b"\r\n", b"").replace(b'"', b"")
             files.write(

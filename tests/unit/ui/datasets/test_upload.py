@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import io
 import json
@@ -114,6 +115,26 @@ def test_a_picture_of_the_same_stem_is_in_the_way_too(client: TestClient, studio
     assert set(tree(place.folder)) == {"a.jpg", "a.txt", "a-2.jpg"}
 
 
+@pytest.mark.parametrize("existing", ["keep", "replace", "skip"])
+def test_names_of_one_upload_are_kept_apart(client: TestClient, studio: Studio, existing: str) -> None:
+    """A name that one file would get is another's of the same upload, and two pictures have one stem."""
+    place, jpg = make(studio, cat="a cat"), encoded(picture(seed=3), "JPEG")
+    before = tree(place.folder)
+    told = send(
+        client, place, [("cat.png", OTHER), ("cat-2.png", PNG), ("dog.png", PNG), ("dog.jpg", jpg)], existing
+    )
+    files = tree(place.folder)
+    stored = {"keep": "stored as cat-3.png", "replace": "stored"}.get(existing, upload._THERE)
+    assert told["cat.png"] == stored and told["cat-2.png"] == told["dog.png"] == "stored"
+    assert files["cat-2.png"] == files["dog.png"] == PNG
+    assert told["dog.jpg"] == ("stored as dog-2.jpg" if existing == "keep" else upload._THERE)
+    names = {"keep": {"cat-3.png", "dog-2.jpg"}}.get(existing, set())
+    assert set(files) == {"cat.png", "cat.txt", "cat-2.png", "dog.png"} | names
+    assert files["cat.png"] == (OTHER if existing == "replace" else before["cat.png"])
+    client.post(f"/data/{place.id}/undo")
+    assert tree(place.folder) == before
+
+
 def test_a_caption_for_a_picture_that_is_there(client: TestClient, studio: Studio) -> None:
     place = make(studio, a="a cat")
     (place.folder / "a.txt").unlink()
@@ -177,7 +198,7 @@ def test_bytes_reach_the_disk_as_they_come(studio: Studio) -> None:
     """Nothing waits in memory for the end of the form, and what is cut off leaves nothing behind."""
     place = make(studio)
     head = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.png"\r\n\r\n'
-    with upload.receiving(place, "multipart/form-data; boundary=x") as files:
+    with contextlib.closing(upload.Upload(place, "multipart/form-data; boundary=x")) as files:
         files.write(head)
         for count in range(1, 40):
             files.write(b"0" * 65536)
@@ -190,8 +211,8 @@ def test_bytes_reach_the_disk_as_they_come(studio: Studio) -> None:
     "kind", ["", "text/plain", "multipart/form-data", "application/x-www-form-urlencoded"]
 )
 def test_other_bodies_are_refused(studio: Studio, kind: str) -> None:
-    with pytest.raises(DataError, match="no form"), upload.receiving(make(studio), kind):
-        pass
+    with pytest.raises(DataError, match="no form"):
+        upload.Upload(make(studio), kind)
 
 
 def test_a_damaged_form_is_refused(client: TestClient, studio: Studio) -> None:

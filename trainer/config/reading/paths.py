@@ -1,0 +1,70 @@
+"""Paths in a configuration: all of them, and relative ones taken from their own folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trainer.config import fields
+from trainer.config.judging.path_rules import known
+from trainer.config.reading.layers import Layer
+from trainer.config.schema import RunConfig
+from trainer.config.tree import KeyPath, Node
+from trainer.ways import chat_templates
+
+MODEL = "model.pretrained_model_name_or_path"
+_TEXTS = (MODEL, "validation.clip_model", "validation.dinov2_model", chat_templates.KEY)
+"""Keys whose text may be a path, or a name."""
+
+
+def taken_from(layer: Layer, folder: Path | None) -> Layer:
+    """A layer whose relative paths begin at `folder`, and not at this process's; None leaves it as it is.
+
+    A text that may be a name is a path where it leads to something from there.
+    """
+    tree, problems = layer
+    return (tree if tree is None or folder is None else _below(tree, folder, ())), problems
+
+
+def _below(node: Node, folder: Path, path: KeyPath) -> Node:
+    value = node.value
+    if isinstance(value, dict):
+        return replace(node, value={key: _below(one, folder, (*path, key)) for key, one in value.items()})
+    if isinstance(value, list):
+        every = [_below(one, folder, (*path, str(place))) for place, one in enumerate(value)]
+        return replace(node, value=every)
+    if not isinstance(value, str) or not value.strip() or value.startswith(("/", "~")):
+        return node
+    if fields.takes(path, Path):
+        is_path = value not in fields.choices(path)
+    else:
+        is_path = ".".join(path) in _TEXTS and known((folder / value).exists)
+    return replace(node, value=str(folder / value)) if is_path else node
+
+
+def paths_of(config: RunConfig) -> Iterator[tuple[str, Path]]:
+    """Every path of a configuration with its dotted key, that of a data set with the set's position; a text
+    that may be a name is one where it is written like a path, or is a folder here.
+    """
+    yield from _paths(config.model_dump(), "")
+
+
+def _paths(value: Any, key: str) -> Iterator[tuple[str, Path]]:
+    if isinstance(value, dict):
+        for name, one in value.items():
+            yield from _paths(one, f"{key}.{name}" if key else name)
+    elif isinstance(value, tuple):
+        for place, one in enumerate(value):
+            yield from _paths(one, f"{key}.{place}" if isinstance(one, dict) else key)
+    elif isinstance(value, Path):
+        yield key, value
+    elif isinstance(value, str) and key in _TEXTS and _is_path(value):
+        yield key, Path(value)
+
+
+def _is_path(text: str) -> bool:
+    """True for a text that is no name: a repository's has one slash, and no dots for a part."""
+    written = text.startswith(("/", "~")) or ".." in text.split("/") or text.endswith(chat_templates.SUFFIX)
+    return written or known(Path(text).is_dir)
