@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import BrowserContext, Page, expect
 
-from tests.browser.conftest import Running, logged_in
+from tests.browser.conftest import Running, Watched, logged_in
 from tests.browser.test_pages import findings
 from tests.unit.data.pictures import bomb, encoded, picture, write_pair
 
@@ -155,6 +155,33 @@ def test_a_caption_is_edited_in_place_undone_and_kept_from_others(
     page.get_by_role("button", name="Undo: caption of 0.png").click()
     expect(page.get_by_label("Caption of 0.png")).to_have_value("a dog")
     assert (folder / "0.txt").read_text() == "a dog" and (folder / "1.txt").read_text() == "a bee"
+
+
+def test_a_caption_that_was_not_saved_stays_and_is_told(
+    start: Start, new_context: Contexts, watched: Watched, tmp_path: Path
+) -> None:
+    """Without a network, and without a session: no page takes the place of what was typed."""
+    watched.allowed += ["ERR_INTERNET_DISCONNECTED", "Failed to fetch", "status of 401"]
+    studio = start(tmp_path)
+    folder = data_set(studio, "a cat")
+    page = logged_in(new_context(), studio)
+    shown(page, studio)
+    looked(page, 1)
+    field, tile = page.get_by_label("Caption of 0.png"), page.locator(".tile").first
+    page.context.set_offline(True)
+    field.fill("a grey cat")
+    field.press("Control+s")
+    expect(tile.get_by_role("alert")).to_contain_text("does not answer")
+    page.context.set_offline(False)
+    field.press("Tab")
+    expect(tile.get_by_role("status")).to_have_text("Saved")
+    expect(tile.get_by_role("alert")).to_have_count(0)
+    assert (folder / "0.txt").read_text() == "a grey cat\n"
+    page.context.clear_cookies()
+    field.fill("a white cat")
+    field.press("Control+s")
+    expect(tile.get_by_role("alert")).to_contain_text("answered 401")
+    assert field.input_value() == "a white cat" and (folder / "0.txt").read_text() == "a grey cat\n"
 
 
 def test_the_crop_is_drawn_where_it_is_cut(start: Start, new_context: Contexts, tmp_path: Path) -> None:

@@ -35,7 +35,12 @@ _FOLDER = GivenPath(file_okay=False)
     "--queue/--no-queue",
     default=True,
     show_default=True,
-    help="Start the queue's jobs, where nothing else does.",
+    help="Start the queue's jobs for as long as it is open.",
+)
+@click.option(
+    "--runs-elsewhere",
+    is_flag=True,
+    help="Add nothing to a queue: a new run is a file, which is started on another machine.",
 )
 def ui(
     host: str,
@@ -46,6 +51,7 @@ def ui(
     models: Path,
     folder: Path | None,
     queue: bool,
+    runs_elsewhere: bool,
 ) -> None:
     """Open the studio: runs, plans and data sets as pages in a browser.
     \f
@@ -79,6 +85,8 @@ def ui(
         data=data,
         models=models,
         runtime=environment.runtime_dir(),
+        starts_runs=not runs_elsewhere,
     )
     # the link is no output that `say` would clean of secrets: it is made to be copied
-    serve(studio, host=host, port=port, allowed=allowed, queue=queue, tell=click.echo)
+    starts = queue and not runs_elsewhere
+    serve(studio, host=host, port=port, allowed=allowed, queue=starts, tell=click.echo)

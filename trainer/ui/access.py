@@ -34,8 +34,6 @@ class Session:
     """SHA-256 of its cookie, by which it is kept: the file of sessions opens none."""
     csrf: str
     """64 hex digits that a change must bring, in a header or as the first field of its form."""
-    expires: float
-    """Unix seconds."""
 
 
 class TooManyTriesError(Exception):
@@ -90,19 +88,26 @@ class Access:
                     self._next_try = now + wait
                 return None
             self._wrong, self._next_try = 0, 0.0
-            cookie = secrets.token_hex(_TOKEN_BYTES)
-            self._sessions[_digest(cookie)] = now + SESSION_SECONDS
-            self._write_sessions()
-            return cookie
+            return self._begun()
+
+    def _begun(self) -> str:
+        """The cookie of a new session; the caller has the lock."""
+        cookie = secrets.token_hex(_TOKEN_BYTES)
+        self._sessions[_digest(cookie)] = self._clock() + SESSION_SECONDS
+        self._write_sessions()
+        return cookie
 
     def session(self, cookie: str) -> Session | None:
         """The session of a cookie; None where it has ended or never was."""
         key = _digest(cookie)
-        expires = self._sessions.get(key)
-        if expires is None or expires < self._clock():
+        if not self.is_open(key):
             return None
         csrf = hmac.new(cookie.encode(), b"csrf", hashlib.sha256).hexdigest()
-        return Session(key=key, csrf=csrf, expires=expires)
+        return Session(key=key, csrf=csrf)
+
+    def is_open(self, key: str) -> bool:
+        """True for the key of a session that has not ended."""
+        return self._sessions.get(key, 0.0) >= self._clock()
 
     def log_out(self, key: str) -> None:
         """End the session of that key."""
@@ -111,12 +116,13 @@ class Access:
             self._write_sessions()
 
     def rotate(self) -> str:
-        """Replace the token and end every session; gives the new token."""
+        """Replace the token and end every session; gives the cookie of a new one, which no wait holds up:
+        who asks is in.
+        """
         with self._lock:
             (self._folder / TOKEN_FILE).unlink()
             self.token, self._sessions = _new_token(self._folder), {}
-            self._write_sessions()
-            return self.token
+            return self._begun()
 
     @property
     def open_sessions(self) -> int:

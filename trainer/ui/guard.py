@@ -52,14 +52,16 @@ class _TooLargeError(Exception):
 
 
 class Guard:
-    """Middleware of the whole studio; see the module. `hosts` are names and addresses without ports.
+    """Middleware of the whole studio; see the module. `hosts` are names and addresses without ports, in any
+    case.
 
     Answers 400 to another Host, 413 to a body over its limit, 401 without a session, 403 to a change without
     the session's CSRF value or with an Origin that is not its Host. Sets `state.session` of what passes.
     """
 
     def __init__(self, app: ASGIApp, *, access: Access, hosts: frozenset[str], refused: ASGIApp) -> None:
-        self._app, self._access, self._hosts, self._refused = app, access, hosts, refused
+        self._app, self._access, self._refused = app, access, refused
+        self._hosts = frozenset(map(str.lower, hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":

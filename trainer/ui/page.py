@@ -35,7 +35,7 @@ NAV = (
 
 
 def render(request: Request, name: str, *, status_code: int = 200, **context: Any) -> HTMLResponse:
-    """The page of a template: `csrf`, `theme`, `nav` and `path` are there besides `context`.
+    """The page of a template: `csrf`, `theme`, `nav`, `path` and `starts_runs` are there besides `context`.
 
     Every value is escaped; secrets are hidden, as in all that the trainer prints.
     """
@@ -51,23 +51,25 @@ def render(request: Request, name: str, *, status_code: int = 200, **context: An
         nav=[row for row in NAV if row[0] in paths],
         path=request.url.path,
         version=__version__,
+        starts_runs=request.app.state.studio.starts_runs,
         **context,
     )  # fmt: skip
-    return HTMLResponse(without_secrets(text), status_code=status_code, headers=dict(HEADERS))
+    return HTMLResponse(shown(text), status_code=status_code, headers=dict(HEADERS))
 
 
 def part(request: Request, name: str, **context: Any) -> str:
-    """The HTML of a template that is a part of a page; `csrf` is there besides `context`."""
-    session = request.state.session
-    text = templates().get_template(name).render(csrf=session.csrf if session else "", **context)
-    return without_secrets(text)
+    """The HTML of a template that is a part of a page, with `csrf` and `starts_runs` besides `context`."""
+    csrf, starts_runs = request.state.session.csrf, request.app.state.studio.starts_runs
+    return shown(templates().get_template(name).render(csrf=csrf, starts_runs=starts_runs, **context))
 
 
-def without_secrets(text: str) -> str:
-    """HTML without secrets, whether or not they were escaped."""
+def shown(text: str) -> str:
+    """HTML without secrets, whether or not they were escaped. Bytes of file names that are no UTF-8, which no
+    page can hold, are spelled out: `caf\\udce9`.
+    """
     environ = environment.snapshot()
     escaped = {f"HTML_{name}": html.escape(value) for name, value in environ.items() if names_secret(name)}
-    return redacted(text, {**environ, **escaped})
+    return redacted(text, {**environ, **escaped}).encode(errors="backslashreplace").decode()
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from trainer.ui.scheduling import scheduling
 from trainer.ui.studio import Studio
 from trainer.ui.views.new import warm
 from trainer.ui.views.runs import runs_view
+from trainer.ui.views.settings import have_webhook_file
 
 LOCK_FILE = "lock"
 _MOST_REQUESTS = 256
@@ -40,8 +41,8 @@ def serve(
     """Answer on `host` and `port` until SIGTERM or Ctrl-C; `tell` gets the lines for people.
 
     `allowed` are further names by which it may be asked. Port 0 takes a free one. With `queue` a process
-    beside it starts the queue's jobs, where none does. Raises ConfigError where
-    the port cannot be had, the token cannot be used, or another studio has the folder.
+    beside it starts the queue's jobs. Raises ConfigError where the port cannot be had, the token cannot be
+    used, or another studio has the folder.
     """
     with _bound(host, port) as listening:
         access = Access(studio.folder)
@@ -51,6 +52,7 @@ def serve(
         with locks.holding(
             studio.folder / LOCK_FILE, supervisor=os.getpid(), taken=taken, on_wait=lambda text: None
         ):
+            have_webhook_file(studio)
             for line in greeting(studio, access, host=host, port=listening.getsockname()[1]):
                 tell(line)
             config = uvicorn.Config(
@@ -71,7 +73,7 @@ def serve(
             plans.start()
             # rows of runs are kept once they were read: the first page need not wait for all of them
             threading.Thread(target=runs_view, args=(studio,), daemon=True).start()
-            with scheduling(studio.folder) if queue else contextlib.nullcontext():
+            with scheduling(studio) if queue else contextlib.nullcontext():
                 uvicorn.Server(config).run(sockets=[listening])
 
 
@@ -85,6 +87,8 @@ def greeting(studio: Studio, access: Access, *, host: str, port: int) -> list[st
         lines = [f"studio: {url}#token={access.token}", "this link opens a session; it is shown once"]
     else:
         lines = [f"studio: {url}", f"the token is in {studio.folder / TOKEN_FILE}"]
+    if is_everywhere(host):
+        lines.append("other machines ask for it by the names that --allow-host gives, and by no other")
     if not is_loopback(host):
         lines.append(
             f"warning: {host} is not this machine alone, and there is no TLS: anyone on the path reads the"

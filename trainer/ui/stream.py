@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from trainer.ui.access import Access
 from trainer.ui.studio import UnknownIdError
 
 COLUMNS = (
@@ -193,9 +194,19 @@ class _EventResponse(StreamingResponse):
 
 
 def streamed(request: Request, events: AsyncIterator[bytes]) -> Response:
-    """A response of events, which takes a seat of the session until the browser leaves: 429 without one."""
+    """A response of events, which takes a seat of the session until the browser leaves: 429 without one.
+    None is sent after the session's end.
+    """
     seats: Seats = request.app.state.seats
+    access: Access = request.app.state.access
     session = request.state.session.key
     if not seats.take(session):
         return PlainTextResponse("too many pages of this studio are open\n", status_code=429)
-    return _EventResponse(events, lambda: seats.leave(session))
+
+    async def while_open() -> AsyncIterator[bytes]:
+        async for one in events:
+            if not access.is_open(session):
+                return
+            yield one
+
+    return _EventResponse(while_open(), lambda: seats.leave(session))

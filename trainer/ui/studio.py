@@ -33,6 +33,8 @@ class Studio:
     """Root of base models."""
     runtime: Path
     """Runtime folder of runs that this user starts on a command line; see `environment.runtime_dir`."""
+    starts_runs: bool = True
+    """Whether runs are added to a queue here; where not, they are started elsewhere, from files."""
 
 
 def identifier(root: Path, path: Path) -> str:

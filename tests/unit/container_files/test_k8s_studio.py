@@ -125,6 +125,7 @@ def test_the_command_shows_what_lies_on_the_claims(deployment: Manifest) -> None
     for root, written in (("runs", True), ("data", True), ("models", False)):
         assert mounts[str(options[root])].get("readOnly", False) is not written
     assert options["folder"] is None
+    assert options["runs_elsewhere"], "nothing here starts what is added to a queue"
     claims = {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in pod_spec(deployment)["volumes"][:4]}
     folders = {volume.name: volume.path for volume in VOLUMES if volume.name != "config"}
     assert claims == {name: f"trainer-{name}" for name in folders}

@@ -23,7 +23,7 @@ from tests.unit.container_files.test_compose import (
 )
 from tests.unit.container_files.test_manuals import click_command
 from tests.unit.house.sources import ROOT
-from trainer.cli.ui import DEFAULT_PORT
+from trainer.cli.ui import DEFAULT_PORT, STATE_FOLDER
 from trainer.container import appliance
 from trainer.container.appliance import TARGETS
 from trainer.machine.profiles import PROFILES
@@ -71,13 +71,30 @@ def test_both_are_the_image_with_the_gpus_and_variables_of_a_run(profile: str) -
         assert found[name].get("deploy") == found["trainer"].get("deploy")
         assert found[name]["depends_on"][HELPER] == {"condition": "service_completed_successfully"}
     trainers = dict(found["trainer"]["environment"])
-    assert found["queue"]["environment"] == trainers
+    kept = {"HF_TOKEN_PATH": found["studio"]["environment"]["HF_TOKEN_PATH"]}
+    assert found["queue"]["environment"] == trainers | kept
     assert found["queue"]["secrets"] == found["trainer"]["secrets"]
     # it asks no other address, so it needs no key to one; the queue's runs tell of their end
-    assert found["studio"]["environment"] == {
-        name: value for name, value in trainers.items() if name not in appliance.SECRET_FILES
+    handed_in = [name for name in appliance.SECRET_FILES if name != "TRAINER_WEBHOOK_FILE"]
+    assert found["studio"]["environment"] == kept | {
+        name: value for name, value in trainers.items() if name not in handed_in
     }
     assert "secrets" not in found["studio"]
+
+
+def test_a_token_that_the_studio_keeps_is_where_the_queues_runs_read_it(profile: str) -> None:
+    """On a volume that both write, in the studio's own folder; a webhook it cannot keep for them."""
+    found = services(profile)
+    token, webhook = (
+        Path(found["studio"]["environment"][name]) for name in ("HF_TOKEN_PATH", "TRAINER_WEBHOOK_FILE")
+    )
+    command, given = click_command(interpolated(found["studio"]["command"], {}).split())
+    runs = command.make_context("ui", list(given)).params["runs"]
+    assert token.parent == runs / STATE_FOLDER
+    (mount,) = [one for one in found["studio"]["volumes"] if one["target"] == str(runs)]
+    assert not mount.get("read_only", False)
+    assert not [one for one in found["studio"]["volumes"] if webhook.is_relative_to(one["target"])]
+    assert not [one for one in found["studio"]["tmpfs"] if webhook.is_relative_to(one.partition(":")[0])]
 
 
 def test_they_may_do_no_more_than_they_must(profile: str) -> None:
@@ -99,7 +116,10 @@ def test_the_queue_knows_its_machine_by_the_hosts_file(profile: str) -> None:
     assert Path(MACHINE_ID) == database._MACHINE_ID
     for name in STUDIO:
         (mount,) = [one for one in services(profile)[name]["volumes"] if one["target"] == MACHINE_ID]
-        assert (mount["type"], mount["source"], mount["read_only"]) == ("bind", MACHINE_ID, True)
+        assert (mount["type"], mount["read_only"]) == ("bind", True)
+        assert interpolated(mount["source"], {}) == MACHINE_ID
+        other = {"MACHINE_ID": "./machine-id"}  # a host without one: `up` would fail
+        assert interpolated(mount["source"], other) == other["MACHINE_ID"]
         assert mount["bind"] == {"create_host_path": False}, "Docker would make a folder of that name"
 
 

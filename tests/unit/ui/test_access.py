@@ -89,7 +89,7 @@ def test_a_logout_and_a_new_token_end_sessions(tmp_path: Path) -> None:
     access.log_out(access.session(one).key)  # type: ignore[union-attr]
     assert access.session(one) is None and access.session(two) is not None
     old, name = access.token, access.cookie_name
-    access.rotate()
+    assert access.session(access.rotate()) is not None and access.open_sessions == 1
     assert access.session(two) is None and access.log_in(old) is None and access.cookie_name != name
     assert stat.S_IMODE((tmp_path / TOKEN_FILE).stat().st_mode) == 0o600
     assert Access(tmp_path).token == access.token != old

@@ -16,6 +16,7 @@ from starlette.websockets import WebSocketDisconnect
 from tests.unit.ui.conftest import ORIGIN
 from tests.unit.ui.routes import fill, listed, snapshot
 from trainer.ui import guard
+from trainer.ui.app import create_app
 from trainer.ui.guard import HEADERS
 from trainer.ui.studio import Studio
 
@@ -226,3 +227,12 @@ def test_a_websocket_is_not_taken(app: Starlette) -> None:
     with pytest.raises(WebSocketDisconnect) as told, TestClient(app, base_url=ORIGIN).websocket_connect("/"):
         pass
     assert told.value.code == 1008
+
+
+def test_a_name_has_no_case(studio: Studio) -> None:
+    """RFC 9110, 4.2.3: browsers send it in small letters, however it was given."""
+    app = create_app(studio, hosts=frozenset({"Studio.Example"}))
+    client = TestClient(app, base_url="http://studio.example:8660")
+    assert client.get("/login").status_code == 200
+    assert client.get("/login", headers={"Host": "STUDIO.example"}).status_code == 200
+    assert client.get("/login", headers={"Host": "other.example"}).status_code == 400

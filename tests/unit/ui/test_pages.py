@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import html
 import io
 import json
@@ -21,6 +22,8 @@ from tests.unit.ui import made
 from tests.unit.ui.conftest import ORIGIN
 from tests.unit.ui.routes import fill, listed, snapshot
 from trainer.errors import Problem
+from trainer.ui.app import create_app
+from trainer.ui.pages.job import attachment
 from trainer.ui.studio import Studio, identifier
 
 SLASH = "\N{DIVISION SLASH}"
@@ -256,3 +259,57 @@ def test_a_removed_run_is_a_page_of_its_own(client: TestClient) -> None:
 def test_a_closed_folder_is_told(client: TestClient, studio: Studio) -> None:
     (studio.runs / "closed").mkdir(mode=0)
     assert "may not look into it" in client.get("/").text
+
+
+def test_names_that_are_no_text_are_spelled_out(client: TestClient, studio: Studio) -> None:
+    """Bytes of Latin-1 as an older disk has them: of runs, data sets and base models."""
+    name = os.fsdecode(b"caf\xe9")
+    runs = []
+    for number in range(2):
+        folder = studio.runs / f"{name}-{number}"
+        made.make_run(studio.runs / str(number), done=20).rename(folder)
+        runs.append(identifier(studio.runs, folder))
+    for root in (studio.data, studio.models):
+        (root / name).mkdir()
+    (studio.models / name / "config.json").write_text("{}")
+    both = f"?run={runs[0]}&run={runs[1]}"
+    paths = ["/", f"/runs/{runs[0]}", "/data", f"/data/{identifier(studio.data, studio.data / name)}"]
+    paths += ["/welcome", "/compare", f"/compare{both}", f"/compare/comparison.csv{both}"]
+    for path in paths:
+        answer = client.get(path)
+        assert answer.status_code == 200 and r"caf\udce9" in answer.text, path
+    answer = client.get("/new")
+    assert answer.status_code == 200 and '"caf' not in answer.text, "it cannot be chosen by a form"
+
+
+def test_a_download_is_as_long_as_it_said(tmp_path: Path) -> None:
+    """Also of a file that grows or shrinks meanwhile."""
+    for content, later in ((b"x" * 300_000, b"more"), (b"", b"more"), (b"abc", b"")):
+        path = tmp_path / "log.jsonl"
+        path.write_bytes(content)
+        answer = attachment(path.open("rb"), path.name)
+        with path.open("ab") as file:
+            file.write(later)
+        parts = asyncio.run(collected(answer))
+        assert parts == content and answer.headers["content-length"] == str(len(content))
+
+
+async def collected(answer: Any) -> bytes:
+    return b"".join([part async for part in answer.body_iterator])
+
+
+def test_where_runs_are_started_elsewhere_a_new_one_is_a_file(studio: Studio, open_client: Any) -> None:
+    """No page has a button, and no route an answer, that would put a job where nothing starts it."""
+    folder = made.make_run(studio.runs / "cats", done=20)
+    made.checkpoint(folder, 20)
+    made.ended(folder, 75)
+    run = f"/runs/{identifier(studio.runs, folder)}"
+    adding = {"/new/start": "/new", "/welcome/quickstart": "/welcome", f"{run}/resume": run}
+    here = open_client(create_app(studio))
+    there = open_client(create_app(dataclasses.replace(studio, starts_runs=False)))
+    for path, page in adding.items():
+        assert path in here.get(page).text
+        assert path not in there.get(page).text and there.post(path).status_code in (404, 405)
+    assert "/new/file" in there.get("/new").text and "queue run" not in there.get("/welcome").text
+    assert 'type="password"' not in there.get("/settings").text, "no run would read it"
+    assert not (studio.folder.parent.parent / "queue").exists()

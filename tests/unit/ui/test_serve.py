@@ -22,10 +22,12 @@ from trainer.cli import main
 from trainer.errors import ConfigError
 from trainer.queue.scheduler import is_scheduled
 from trainer.telemetry import locks
+from trainer.ui import scheduling
 from trainer.ui.access import Access
 from trainer.ui.page import STATIC, TEMPLATES
 from trainer.ui.serve import LOCK_FILE, greeting, is_everywhere, is_loopback, named, serve
 from trainer.ui.studio import Studio
+from trainer.ui.views.settings import have_webhook_file
 
 
 @pytest.mark.parametrize(
@@ -51,6 +53,7 @@ def test_an_address_that_others_reach_is_told(
         assert ("anyone on the path reads the token" in lines[-1]) is not loopback
         assert (access.token in "".join(lines)) is made_now is access.made, "it is shown once"
         assert is_everywhere(host) or host in lines[0]
+        assert any("--allow-host" in line for line in lines) is is_everywhere(host)
 
 
 def test_a_port_that_is_taken_is_told(studio: Studio) -> None:
@@ -122,6 +125,49 @@ def test_the_queues_jobs_are_started_while_it_serves(tmp_path: Path, signum: sig
         process.communicate(timeout=60)
     wait_for(lambda: not is_scheduled(tmp_path / "queue"))
     assert "queue in" in (tmp_path / "runs/.studio/queue.log").read_text()
+
+
+def test_what_starts_jobs_is_started_again_beside_another_and_knows_the_webhook(
+    studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a program in its place, which says where the webhook is kept, and ends; another has the lock."""
+    said, program = tmp_path / "said", tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\nfrom trainer.telemetry.supervising.webhook import configured\n"
+        "print(os.environ['TRAINER_WEBHOOK_FILE'], configured(), file=open(sys.argv[1], 'a'))\n"
+    )
+    monkeypatch.delenv("TRAINER_WEBHOOK_FILE", raising=False)
+    monkeypatch.setattr(scheduling, "_COMMAND", (str(program), str(said)))
+    monkeypatch.setattr(scheduling, "_PAUSE_SECONDS", 0.0)
+    Access(studio.folder)
+    have_webhook_file(studio)
+    present = tmp_path / "queue/scheduler.lock"
+    present.parent.mkdir()
+    taken = ConfigError("held").problems[0]
+    with (
+        locks.holding(present, supervisor=os.getpid(), taken=taken, on_wait=lambda text: None),
+        scheduling.scheduling(studio),
+    ):
+        assert is_scheduled(tmp_path / "queue")
+        wait_for(lambda: said.exists() and len(said.read_text().splitlines()) > 1)
+    assert set(said.read_text().splitlines()) == {f"{studio.folder / 'webhook'} None"}
+
+
+@pytest.mark.parametrize(
+    ("words", "starts", "queue"),
+    [([], True, True), (["--no-queue"], True, False), (["--runs-elsewhere"], False, False)],
+)
+def test_runs_are_started_here_unless_it_is_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], starts: bool, queue: bool
+) -> None:
+    asked = list[tuple[bool, bool]]()
+
+    def serve(studio: Studio, *, queue: bool, **more: object) -> None:
+        asked.append((studio.starts_runs, queue))
+
+    monkeypatch.setattr("trainer.ui.serve.serve", serve)
+    assert main(["ui", "--runs", str(tmp_path), *words]) == 0
+    assert asked == [(starts, queue)]
 
 
 def test_roots_have_one_name_however_they_are_written(

@@ -14,8 +14,9 @@ from starlette.testclient import TestClient
 
 from tests.unit.ui.routes import listed
 from trainer.telemetry.supervising import webhook
+from trainer.ui.access import FREE_TRIES
 from trainer.ui.studio import Studio
-from trainer.ui.views.settings import VENDOR, hub_token_file
+from trainer.ui.views.settings import VENDOR, have_webhook_file, hub_token_file
 
 TOKEN, ADDRESS = "hub-0123456789abcdef", "https://hooks.example.com/services/T0123/secret-part"
 
@@ -52,7 +53,7 @@ def test_a_secret_is_kept_for_this_user_and_shown_nowhere(
             assert value not in client.get(address).text, address
     assert client.get("/settings").text.count("is set") == 1
     assert keep(client, name, "") == 303 and path.exists(), "an empty field changes nothing"
-    assert keep(client, name, "", remove="1") == 303 and not path.exists()
+    assert keep(client, name, "", remove="1") == 303 and path.read_text() == ""
     assert client.get("/settings").text.count("is not set") == 2
 
 
@@ -100,6 +101,49 @@ def test_runs_read_the_webhook_that_is_kept(
         "hooks.example.com",
         "/services/T0123/secret-part",
     )
+    assert keep(client, "webhook", "", remove="1") == 303
+    assert webhook.configured() is None, "a run that is told of a file which is gone would fail"
+
+
+def test_a_file_of_the_webhook_is_there_before_there_is_an_address(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        have_webhook_file(studio)
+        monkeypatch.setenv(webhook.FILE_VARIABLE, str(studio.folder / "webhook"))
+        assert webhook.configured() is None
+    monkeypatch.setenv(webhook.FILE_VARIABLE, str(studio.folder / "other"))
+    have_webhook_file(studio)
+    assert not (studio.folder / "other").exists(), "a file that somebody else names is theirs"
+
+
+def test_an_empty_file_is_no_token_to_the_hub(client: TestClient, tmp_path: Path) -> None:
+    """Its own library says so."""
+    code = "from huggingface_hub import get_token; print(get_token())"
+    plain = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XDG_"))}
+    said = []
+    for text, more in ((TOKEN, {}), ("", {"remove": "1"})):
+        assert keep(client, "hub_token", text, **more) == 303
+        words = [sys.executable, "-c", code]
+        variables = plain | {"HF_TOKEN_PATH": str(tmp_path / "hf/token")}
+        said.append(subprocess.run(words, env=variables, capture_output=True, text=True, check=True).stdout)
+    assert [one.strip() for one in said] == [TOKEN, "None"]
+
+
+def test_a_secret_that_could_not_be_kept_is_not_asked_for(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's mount may be read-only to root as well."""
+    closed, asked = tmp_path / "closed", os.access
+    closed.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != closed and asked(path, mode))
+    assert client.get("/settings").text.count('type="password"') == 2
+    monkeypatch.setenv("HF_TOKEN_PATH", str(closed / "token"))
+    page = client.get("/settings").text
+    assert page.count('type="password"') == 1 and 'value="webhook"' in page
+    monkeypatch.setenv(webhook.FILE_VARIABLE, str(closed / "secrets/webhook"))
+    page = client.get("/settings").text
+    assert 'type="password"' not in page and page.count("The studio cannot keep it here") == 2
 
 
 @pytest.mark.parametrize("value", ["two words", "ключ", "x" * 3000, "a\nb"])
@@ -130,13 +174,18 @@ def test_a_new_token_leaves_every_other_browser_outside(
     client: TestClient, app: Starlette, studio: Studio, open_client: Callable[[Starlette], TestClient]
 ) -> None:
     other, old = open_client(app), app.state.access.token
+    for _ in range(FREE_TRIES + 1):
+        other.post("/login", data={"token": "wrong"})
     answer = client.post("/settings/token")
     new = (studio.folder / "token").read_text().strip()
     assert answer.status_code == 303 and new != old
     assert new not in answer.text + str(answer.headers)
     assert client.get("/settings").status_code == 200, "this browser goes on"
     assert other.get("/settings").status_code == 401
+    assert other.post("/login", data={"token": new}).status_code == 429, "a guess is waited for as before"
+    app.state.access._next_try = 0.0
     assert other.post("/login", data={"token": old}).status_code == 401
+    app.state.access._next_try = 0.0
     assert other.post("/login", data={"token": new}).status_code == 303
 
 

@@ -178,3 +178,38 @@ def test_a_stream_ends_and_leaves_its_seat_when_the_browser_does(
 
     assert asyncio.run(asked()) == [200] * stream.MOST_STREAMS + [429]
     assert not app.state.seats._taken
+
+
+def test_a_stream_says_nothing_after_the_end_of_its_session(
+    client: TestClient, app: Starlette, studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later step of the run would be the next event: then the browser leaves, so that the test ends."""
+    monkeypatch.setattr(stream, "_LOOK_SECONDS", 0.0)
+    folder = made.make_run(studio.runs / "cats", done=30)
+    cookie = "; ".join(f"{name}={value}" for name, value in client.cookies.items())
+    headers = [(b"host", b"127.0.0.1"), (b"cookie", cookie.encode())]
+    path = f"/runs/{identifier(studio.runs, folder)}/stream"
+    scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": headers,
+             "http_version": "1.1", "scheme": "http", "asgi": {"spec_version": "2.4"}}  # fmt: skip
+    said = list[bytes]()
+
+    async def asked() -> None:
+        left = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            said.append(message.get("body", b""))
+            if b"[30, " in said[-1]:
+                app.state.access.rotate()
+                made.write_metrics(folder, [40])
+            if b"[40, " in said[-1]:
+                left.set()
+
+        await app(scope, receive, send)  # type: ignore[arg-type]
+
+    asyncio.run(asked())
+    assert b"[30, " in b"".join(said) and b"[40, " not in b"".join(said)
+    assert not app.state.seats._taken

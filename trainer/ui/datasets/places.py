@@ -59,7 +59,7 @@ class Place:
 
 
 def places(studio: Studio) -> list[Place]:
-    """All data sets in order of name; hidden folders and links are none.
+    """All data sets in order of name; hidden folders and links are none, nor is there one without the root.
 
     Raises DataError where the root cannot be listed.
     """
@@ -67,8 +67,10 @@ def places(studio: Studio) -> list[Place]:
     try:
         with os.scandir(root) as entries:
             found = sorted((one.name, one.is_dir(follow_symlinks=False)) for one in entries)
+    except FileNotFoundError:
+        return []
     except OSError as error:
-        remedy = "create it, or name another one in the settings, and let this user read it"
+        remedy = "let this user read it, or start the studio with another --data"
         what = f"the folder of data sets cannot be read: {error.strerror or error}"
         raise DataError(what, where=str(root), remedy=remedy) from error
     names = [name for name, is_folder in found if is_folder and not name.startswith(".")]
@@ -90,7 +92,7 @@ def new_place(studio: Studio, name: str) -> Place:
     place = Place(root=studio.data, studio=studio.folder, name=name)
     try:
         with atomic.no_space_told(place.folder):
-            place.folder.mkdir()
+            place.folder.mkdir(parents=True)
     except FileExistsError as error:
         raise DataError("there is a data set of this name", where=name, remedy="choose another") from error
     return place

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from trainer.ui.opened import webp
-from trainer.ui.page import part, render, without_secrets
+from trainer.ui.page import part, render, shown
 from trainer.ui.pages.job import SIDES
 from trainer.ui.studio import Studio
 from trainer.ui.views.comparing import compare, exports
@@ -109,4 +109,4 @@ def _pictures(studio: Studio, view: CompareView) -> Mapping[Path, str]:
 
 def _file(name: str, kind: str, text: str) -> Response:
     headers = {"Content-Disposition": f'attachment; filename="{name}"'}
-    return Response(without_secrets(text), media_type=f"{kind}; charset=utf-8", headers=headers)
+    return Response(shown(text), media_type=f"{kind}; charset=utf-8", headers=headers)

@@ -103,23 +103,28 @@ def _acts(studio: Studio) -> Sequence[BaseRoute]:
 
     return [
         Route("/runs/{run}/ask", ask, methods=["POST"]),
-        Route("/runs/{run}/resume", go_on, methods=["POST"]),
+        *([Route("/runs/{run}/resume", go_on, methods=["POST"])] if studio.starts_runs else []),
     ]
 
 
 def attachment(file: BinaryIO, name: str) -> Response:
-    """A file as a download, never shown in the page's place; it is closed at the end."""
+    """A file as a download, never shown in the page's place: as long as it is now, though it may grow. It is
+    closed at the end.
+    """
     plain = "".join(
         letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "_" for letter in name
     )
+    size = os.fstat(file.fileno()).st_size
 
     def chunks() -> Iterator[bytes]:
-        while chunk := file.read(_CHUNK_BYTES):
+        left = size
+        while chunk := file.read(min(left, _CHUNK_BYTES)):
+            left -= len(chunk)
             yield chunk
 
     headers = {
         "Content-Disposition": f'attachment; filename="{plain}"',
-        "Content-Length": str(os.fstat(file.fileno()).st_size),
+        "Content-Length": str(size),
     }
     return StreamingResponse(
         chunks(),

@@ -53,7 +53,7 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
         Route("/new", change, methods=["POST"]),
         Route("/new/plan", posted(_plan), methods=["POST"]),
         Route("/new/file", posted(_file), methods=["POST"]),
-        Route("/new/start", posted(_started), methods=["POST"]),
+        *([Route("/new/start", posted(_started), methods=["POST"])] if studio.starts_runs else []),
     ]
 
 

@@ -35,6 +35,6 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
 
     return [
         Route("/welcome", lambda request: show(request), methods=["GET"]),
-        Route("/welcome/quickstart", quickstart, methods=["POST"]),
+        *([Route("/welcome/quickstart", quickstart, methods=["POST"])] if studio.starts_runs else []),
         Route("/welcome/leave", leave, methods=["POST"]),
     ]

@@ -18,6 +18,17 @@
     const field = event.target.closest(".caption textarea");
     if (field) { event.preventDefault(); if (!field.readOnly) field.form.requestSubmit(); }
   });
+  // what was typed stays, and leaving the field sends it again
+  for (const name of ["htmx:error", "htmx:response:error"]) document.addEventListener(name, (event) => {
+    const form = event.target.closest(".caption"), status = event.detail.ctx?.response?.status;
+    if (!form) return;
+    sent.delete(form.elements.caption);
+    const told = form.querySelector(".unsaved") || form.appendChild(document.createElement("p"));
+    told.className = "problem unsaved";
+    told.setAttribute("role", "alert");
+    told.textContent = `Not saved: the studio ${status ? `answered ${status}` : "does not answer"}.` +
+      (status === 401 || status === 403 ? " Copy your text, then load the page again." : "");
+  });
 
   // a look that the page waited for is done: show it, unless that would throw away what someone does here
   let sending = false;

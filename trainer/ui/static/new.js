@@ -38,7 +38,8 @@
   }
 
   document.addEventListener("htmx:after:swap", () => { if (document.getElementById("notes")) apply(); });
-  document.addEventListener("htmx:error", () => form.classList.add("failed"));
+  for (const name of ["htmx:error", "htmx:response:error"])
+    document.addEventListener(name, () => form.classList.add("failed"));
   // of these fields no plan depends
   for (const name of ["input", "change"]) {
     form.addEventListener(name, (event) => {

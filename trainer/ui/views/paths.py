@@ -35,8 +35,9 @@ def folders(studio: Studio) -> Mapping[str, tuple[str, ...]]:
 def _names(root: Path) -> tuple[str, ...]:
     if not root.is_dir():
         return ()
-    found = sorted(one.name for one in root.iterdir() if one.is_dir() and not one.name.startswith("."))
-    return tuple(found[:_MOST_NAMED])
+    names = (one.name for one in root.iterdir() if one.is_dir() and not one.name.startswith("."))
+    # a page spells other letters out, and what it offers has to be the name itself
+    return tuple(sorted(name for name in names if name.isprintable())[:_MOST_NAMED])
 
 
 def takes_folder(field: forms.Field) -> bool:

@@ -52,6 +52,8 @@ class SecretView:
 
     file: str
     is_set: bool
+    writable: bool
+    """Whether the studio may keep it for runs that are started here."""
     note: str
     """Conditions under which it counts."""
 
@@ -93,7 +95,7 @@ def settings_view(studio: Studio, access: Access, session: Session) -> SettingsV
             for key, ends in access.sessions
         ),
         roots=roots(studio),
-        hub_token=_hub_token(),
+        hub_token=_hub_token(studio),
         webhook=_webhook(studio),
         parts=(*_python(), *_vendored()),
     )
@@ -148,8 +150,17 @@ def webhook_file(studio: Studio) -> Path:
     return Path(named).expanduser() if named else studio.folder / "webhook"
 
 
+def have_webhook_file(studio: Studio) -> None:
+    """Make the studio's own file of the webhook, empty, where it is missing: a run that is told of a file
+    which is not there fails. Raises StorageError.
+    """
+    path = webhook_file(studio)
+    if environment.read(webhook.FILE_VARIABLE) is None and not path.exists():
+        _keep(path, "")
+
+
 def set_hub_token(text: str) -> None:
-    """Keep an access token of the hub; remove it where `text` is empty. Raises ConfigError, StorageError."""
+    """Keep an access token of the hub, none where `text` is empty. Raises ConfigError, StorageError."""
     token = text.strip()
     if not token.isascii() or not token.isprintable() or " " in token or len(token) > _LONGEST:
         remedy = "copy it whole from the hub's page of access tokens; it has no blanks"
@@ -158,7 +169,7 @@ def set_hub_token(text: str) -> None:
 
 
 def set_webhook(studio: Studio, text: str) -> None:
-    """Keep the webhook's address, or remove it where `text` is empty. Raises ConfigError, StorageError."""
+    """Keep the webhook's address, none where `text` is empty. Raises ConfigError, StorageError."""
     path, address = webhook_file(studio), text.strip()
     if address:
         trial = studio.folder / ".webhook.trial"
@@ -177,12 +188,9 @@ def set_webhook(studio: Studio, text: str) -> None:
 
 
 def _keep(path: Path, text: str) -> None:
-    """Write a secret that this user alone may read, or remove it where it is empty."""
+    """Write a secret that this user alone may read. An empty file is none, to the hub's library too."""
     temporary = path.with_name(f".{path.name}.new")
     with atomic.no_space_told(path):
-        if not text:
-            path.unlink(missing_ok=True)
-            return
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         temporary.unlink(missing_ok=True)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -191,25 +199,26 @@ def _keep(path: Path, text: str) -> None:
         temporary.replace(path)
 
 
-def _hub_token() -> SecretView:
-    path = hub_token_file()
+def _hub_token(studio: Studio) -> SecretView:
     note = ""
     if environment.read("HF_TOKEN") or environment.read("HF_TOKEN_FILE"):
         note = "The environment has a token, which counts before this file."
-    return SecretView(file=str(path), is_set=_has_text(path), note=note)
+    return _secret(studio, hub_token_file(), note)
 
 
 def _webhook(studio: Studio) -> SecretView:
-    path, note = webhook_file(studio), ""
+    note = ""
     if not environment.read(webhook.FILE_VARIABLE):
-        note = f"Runs read it where {webhook.FILE_VARIABLE} names it when the queue is started."
-    return SecretView(file=str(path), is_set=_has_text(path), note=note)
+        note = f"Runs that the studio starts read it; others do where {webhook.FILE_VARIABLE} names it."
+    return _secret(studio, webhook_file(studio), note)
 
 
-def _has_text(path: Path) -> bool:
+def _secret(studio: Studio, path: Path, note: str) -> SecretView:
+    writable = studio.starts_runs and os.access(there(path.parent), os.W_OK | os.X_OK)
+    is_set = False
     with contextlib.suppress(OSError):
-        return path.stat().st_size > 0
-    return False
+        is_set = path.stat().st_size > 0
+    return SecretView(file=str(path), is_set=is_set, writable=writable, note=note)
 
 
 # ---- versions

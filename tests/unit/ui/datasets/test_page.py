@@ -48,6 +48,20 @@ def test_a_set_is_made_and_listed(client: TestClient, studio: Studio) -> None:
     assert "My cats" in client.get("/data").text
 
 
+def test_a_first_set_makes_the_folder_of_all(client: TestClient, studio: Studio) -> None:
+    studio.data.rmdir()
+    assert "No data set is here yet" in client.get("/data").text and not studio.data.exists()
+    assert client.post("/data", data={"name": "cats"}).status_code == 303
+    assert (studio.data / "cats").is_dir()
+
+
+def test_a_folder_of_all_that_is_none_is_told_with_its_option(client: TestClient, studio: Studio) -> None:
+    studio.data.rmdir()
+    studio.data.touch()
+    answer = client.get("/data")
+    assert answer.status_code == 422 and "cannot be read" in answer.text and "--data" in answer.text
+
+
 def test_the_grid_shows_pictures_with_captions_and_faults(client: TestClient, studio: Studio) -> None:
     place = make(studio, a="a <b>cat</b>")
     (place.folder / "bare.png").write_bytes(encoded(picture(seed=5)))
