@@ -26,6 +26,16 @@ def job_folder(folder: Path, job: int) -> Path:
     return folder / "jobs" / str(job)
 
 
+def numbers(folder: Path) -> list[int]:
+    """The numbers of all jobs that have a folder, whether or not the database knows them."""
+    return [int(path.name) for path in (folder / "jobs").glob("*") if path.name.isdecimal()]
+
+
+def gpu_lock(folder: Path, uuid: str) -> Path:
+    """The lock file that runs on this GPU share, whoever started them; see `locks.sharing`."""
+    return folder / f"{uuid}.lock"
+
+
 def is_alive(folder: Path) -> bool:
     """True if a process of the job's run lives: it holds the job's lock, or that of its runtime folder."""
     runtime = folder / RUNTIME / status.LOCK_FILE

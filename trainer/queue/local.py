@@ -74,10 +74,14 @@ class Local:
 
     def _insert(self, connection: sqlite3.Connection, request: Request) -> int:
         (place,) = connection.execute("SELECT COALESCE(MAX(place), 0) + 1 FROM jobs").fetchone()
-        job = connection.execute(
-            "INSERT INTO jobs (place, name, group_name, run, working_folder, gpus, gpu_count, seconds, held)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id",
+        (last,) = connection.execute("SELECT COALESCE(MAX(seq), 0) FROM sqlite_sequence").fetchone()
+        # a folder may be that of a run which lives, and whose database was moved away
+        job = 1 + max([last, *jobfiles.numbers(self.folder)])
+        connection.execute(
+            "INSERT INTO jobs (id, place, name, group_name, run, working_folder, gpus, gpu_count, seconds,"
+            " held) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
+                job,
                 place,
                 request.name,
                 request.group,
@@ -88,10 +92,9 @@ class Local:
                 request.seconds,
                 request.held,
             ),
-        ).fetchone()[0]
+        )
         folder = jobfiles.job_folder(self.folder, job)
         with atomic.no_space_told(folder):
-            shutil.rmtree(folder, ignore_errors=True)  # of a transaction that was not made
             (folder / jobfiles.RUNTIME).mkdir(parents=True)
         atomic.write_text(folder / jobfiles.CONFIG_FILE, request.config)
         return int(job)
@@ -186,14 +189,15 @@ class Local:
             elif seen.state in ENDED:
                 self._count_start(connection, one)
 
-    def move(self, job: str, place: int) -> None:
-        """Put a job at a place among all that have not ended; the first is 1."""
+    def move(self, jobs: Sequence[str], place: int) -> None:
+        """Put jobs, one behind the other, at a place among all others that have not ended; the first is 1."""
         with self._changing() as connection:
-            one = _named(database.jobs(connection), job)
-            order = [other for other in database.jobs(connection) if other.id != one.id]
+            known = database.jobs(connection)
+            moved = [_named(known, job) for job in jobs]
+            order = [other for other in known if other not in moved]
             places = [index for index, other in enumerate(order) if self._seen(other).state not in ENDED]
             index = places[max(0, place - 1)] if place <= len(places) else len(order)
-            order.insert(index, one)
+            order[index:index] = moved
             rows = [(position, other.id) for position, other in enumerate(order, start=1)]
             connection.executemany("UPDATE jobs SET place = ? WHERE id = ?", rows)
 

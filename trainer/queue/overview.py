@@ -90,15 +90,16 @@ def _waits(
 
 def _running(queue: Local, job: Job, seen: Seen, names: Mapping[str, str]) -> Entry:
     beat = status.read_status(jobfiles.job_folder(queue.folder, job.id) / jobfiles.RUNTIME)
+    step, total = (None, None) if beat is None else (beat.optimizer_step, beat.optimizer_steps)
     left = job.seconds
-    if beat is not None and beat.step is not None and beat.total is not None and beat.median_step_seconds:
-        left = (beat.total - beat.step) * beat.median_step_seconds
+    if beat is not None and step is not None and total is not None and beat.median_step_seconds:
+        left = (total - step) * beat.median_step_seconds
     return Entry(
         job=job,
         seen=seen,
         gpus=_words(job, names),
-        step=None if beat is None else beat.step,
-        total=None if beat is None else beat.total,
+        step=step,
+        total=total,
         seconds_left=left,
     )
 

@@ -204,6 +204,14 @@ def test_jobs_are_called_by_number_name_or_group(run: Run, place: Path) -> None:
 
 
 def test_names_give_no_orders_to_the_terminal(run: Run, place: Path) -> None:
+def test_a_number_is_that_job_alone_and_a_group_keeps_its_order(run: Run, place: Path) -> None:
+    queue(place).submit([wanted("a-8", group="a"), wanted("a-16", group="a"), wanted("1"), wanted("c")])
+    assert run("queue", "hold", "1")[0] == 0
+    assert [seen.state for _, seen in queue(place).jobs()] == ["held", "waiting", "waiting", "waiting"]
+    assert run("queue", "move", "a", "2")[0] == 0
+    assert named(place) == ["1", "a-8", "a-16", "c"]
+
+
     queue(place).submit([wanted("a\x1b[2Jb\nc")])
     _, out, _ = run("queue", "list")
     assert "\x1b" not in out

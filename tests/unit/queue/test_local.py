@@ -17,6 +17,7 @@ from trainer.queue.database import Machine
 from trainer.queue.launcher import CPU, Launcher, State
 from trainer.queue.local import Local, Start
 from trainer.queue.overview import overview
+from trainer.telemetry.status import Phase, StatusWriter
 
 A, B = "GPU-a", "GPU-b"
 
@@ -254,6 +255,44 @@ def test_the_number_of_a_forgotten_job_is_not_given_again(queue: FakeLocal) -> N
     queue.submit([wanted("cats")])
     queue.forget("1")
     assert not (queue.folder / "jobs" / "1").exists()
+def test_a_lost_database_takes_no_files_from_a_run_that_lives(queue: FakeLocal, machine: FakeMachine) -> None:
+    queue.submit([wanted("cats", (A,))])
+    queue.start_due()
+    (run,) = machine.live()
+    (run.folder / jobfiles.OUTPUT_FILE).write_text("step 1\n")
+    (queue.folder / database.DATABASE_FILE).rename(queue.folder / "moved away")
+    assert queue.submit([wanted("dogs", (B,))]) == ["2"]
+    assert jobfiles.is_alive(run.folder)
+    assert (run.folder / jobfiles.OUTPUT_FILE).read_text() == "step 1\n"
+
+
+def test_jobs_move_together_in_their_order(queue: FakeLocal) -> None:
+    queue.submit([wanted(name) for name in ("a1", "a2", "b", "c", "d")])
+    for place, order in ((2, "b a1 a2 c d"), (3, "b c a1 a2 d"), (9, "b c d a1 a2"), (1, "a1 a2 b c d")):
+        queue.move(["1", "2"], place)
+        assert [job.name for job, _ in queue.jobs()] == order.split(), place
+
+
+def test_pictures_are_no_steps(queue: FakeLocal, machine: FakeMachine) -> None:
+    """Steps of the run stay known while it saves and previews; a cache's pictures are none."""
+    queue.submit([wanted("cats", (A,), seconds=7000.0)])
+    queue.start_due()
+    writer = StatusWriter(machine.live()[0].folder / jobfiles.RUNTIME)
+
+    def shown() -> tuple[int | None, int | None, float | None]:
+        (entry,) = overview(queue)
+        return entry.step, entry.total, entry.seconds_left
+
+    writer.beat(Phase.CACHE, step=37, total=200)
+    assert shown() == (None, None, 7000.0)
+    writer.beat(Phase.TRAIN, step=60, total=100, median_step_seconds=2.0)
+    assert shown() == (60, 100, 80.0)
+    writer.beat(Phase.PREVIEW)
+    assert shown() == (60, 100, 80.0)
+    writer.beat(Phase.SAVE, step=61)
+    assert shown() == (61, 100, 78.0)
+
+
     assert queue.submit([wanted("cats")]) == ["2"]
 
 

@@ -118,8 +118,8 @@ def change_job(job: int, act: Act) -> None:
         raise UnknownIdError(name)
     place = order.index(job) + 1 if job in order else len(order)
     acts: Mapping[Act, Callable[[], None]] = {
-        Act.UP: lambda: queue.move(name, max(1, place - 1)),
-        Act.DOWN: lambda: queue.move(name, place + 1),
+        Act.UP: lambda: queue.move([name], max(1, place - 1)),
+        Act.DOWN: lambda: queue.move([name], place + 1),
         Act.HOLD: lambda: queue.hold(name),
         Act.RELEASE: lambda: queue.release(name),
         Act.STOP: lambda: queue.stop(name),
