@@ -184,9 +184,8 @@ class Local:
                 remedy = "add its configuration again, with more steps"
                 raise ConfigError(f"{label(one)} has finished", where="queue", remedy=remedy)
             connection.execute("UPDATE jobs SET held = 0 WHERE id = ?", (one.id,))
-            if seen.state in ALIVE:
-                jobfiles.withdraw_stop(jobfiles.job_folder(self.folder, one.id))
-            elif seen.state in ENDED:
+            jobfiles.withdraw_stop(jobfiles.job_folder(self.folder, one.id))
+            if seen.state in ENDED:
                 self._count_start(connection, one)
 
     def move(self, jobs: Sequence[str], place: int) -> None:
@@ -262,21 +261,29 @@ class Local:
             return due
 
     def launch(self, start: Start) -> None:
-        """Start a job's watcher in a session of its own: no terminal and no end of the queue reaches it."""
+        """Start a job's watcher in a session of its own: no terminal and no end of the queue reaches it.
+
+        It is recorded before: a watcher that does not even come up is not started for ever.
+        """
         folder = jobfiles.job_folder(self.folder.absolute(), start.job.id)
         watched = (str(folder), str(start.job.start), str(start.lock), str(start.job.working_folder))
         command = (*self.command, str(folder / jobfiles.CONFIG_FILE))
-        with (folder / jobfiles.OUTPUT_FILE).open("ab") as output:
-            child = subprocess.Popen(
-                python("-m", "trainer.queue.watcher", *watched, *command),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                cwd="/",
-                env=self.environment_of(start),
-                start_new_session=True,
-                pass_fds=(start.lock,),
-            )
+        jobfiles.write_began(folder, start.job.start)
+        try:
+            with (folder / jobfiles.OUTPUT_FILE).open("ab") as output:
+                child = subprocess.Popen(
+                    python("-m", "trainer.queue.watcher", *watched, *command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    cwd="/",
+                    env=self.environment_of(start),
+                    start_new_session=True,
+                    pass_fds=(start.lock,),
+                )
+        except OSError:  # no process was made: the job waits again
+            jobfiles.withdraw_began(folder)
+            raise
         self.children.append(child)
 
     def environment_of(self, start: Start) -> dict[str, str]:
