@@ -290,7 +290,7 @@ class Local:
         """The environment of a run: this process's, without what would change its configuration."""
         kept = {
             name: value
-            for name, value in environment.snapshot().items()
+            for name, value in environment.with_absolute_paths(environment.snapshot()).items()
             if not name.startswith(environment.CONFIG_PREFIX) and name not in launchers.VARIABLES
         }
         folder = jobfiles.job_folder(self.folder.absolute(), start.job.id)

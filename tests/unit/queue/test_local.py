@@ -310,6 +310,9 @@ def test_the_environment_of_a_run(
 
     class Recorded(Local):
         def launch(self, start: Start) -> None:
+    monkeypatch.setenv("TRAINER_WEBHOOK_FILE", "./my-hook")
+    monkeypatch.setenv("TRAINER_CACHE_DIR", "~/cache")
+    monkeypatch.chdir(tmp_path)  # runs have a working folder of their own
             found.append(self.environment_of(start))
 
     queue = Recorded(folder=tmp_path / "queue", gpus=machine.gpus)
@@ -325,6 +328,8 @@ def test_the_environment_of_a_run(
 
 
 def test_locks_of_a_round_are_let_go_where_no_process_can_be_started(
+    assert both["TRAINER_WEBHOOK_FILE"] == str(tmp_path / "my-hook")
+    assert (both["TRAINER_CACHE_DIR"], "HF_HUB_CACHE" in both) == ("~/cache", False)
     tmp_path: Path, machine: FakeMachine
 ) -> None:
     class Full(Local):
