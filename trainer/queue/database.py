@@ -20,6 +20,17 @@ DATABASE_FILE = "queue.sqlite"
 _VERSION = 1
 _PATIENCE_SECONDS = 60.0
 _MACHINE_ID = Path("/etc/machine-id")
+_DAMAGED = "the file is damaged: move it away; runs and their folders stay, the order of jobs is lost"
+_REFUSED = "let this user read and write its folder, or name another one in TRAINER_QUEUE_DIR"
+_REMEDIES: dict[int, str] = {
+    sqlite3.SQLITE_CORRUPT: _DAMAGED,
+    sqlite3.SQLITE_NOTADB: _DAMAGED,
+    sqlite3.SQLITE_CANTOPEN: _REFUSED,
+    sqlite3.SQLITE_PERM: _REFUSED,
+    sqlite3.SQLITE_READONLY: _REFUSED,
+    sqlite3.SQLITE_BUSY: "end the process that keeps it, or wait for that",
+}
+"""Errors of SQLite, those of a full or failing disk apart -> what to do."""
 _SCHEMA = """
 CREATE TABLE machine (one INTEGER PRIMARY KEY CHECK (one = 1), machine TEXT NOT NULL, boot TEXT NOT NULL);
 CREATE TABLE jobs (
@@ -118,7 +129,8 @@ def read_jobs(folder: Path) -> list[Job]:
 
 
 def _unusable(path: Path, error: sqlite3.DatabaseError) -> StorageError:
-    remedy = "free space or repair its disk; a damaged file may be moved away: runs stay, their order is lost"
+    # the low byte is the kind, the rest its details: sqlite.org/rescode.html
+    remedy = _REMEDIES.get(error.sqlite_errorcode & 0xFF, "free space on its disk, or repair that")
     return StorageError(f"the queue's database cannot be used: {error}", where=str(path), remedy=remedy)
 
 

@@ -237,10 +237,14 @@ def test_a_file_that_cannot_be_used_is_told(queue: FakeLocal) -> None:
     with pytest.raises(ConfigError, match="newer trainer"):
         queue.start_due()
     path.write_bytes(b"no database, of a length that a header has" * 100)
-    with pytest.raises(StorageError, match="cannot be used"):
+    with pytest.raises(StorageError, match=r"cannot be used: .*\n *-> the file is damaged: move it away"):
         queue.start_due()
     with pytest.raises(StorageError, match="cannot be used"):
         queue.jobs()
+    path.unlink()
+    path.mkdir()  # no file that can be opened, for root neither
+    with pytest.raises(StorageError, match=r"cannot be used: .*\n *-> let this user read and write"):
+        queue.start_due()
 
 
 def test_a_job_that_is_not_there_is_told(queue: FakeLocal) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from trainer import families
 from trainer.config import environment
 from trainer.config.reading.load import load
+from trainer.errors import Problem, StorageError
 from trainer.planning.planning import machine_facts
 from trainer.queue.adding import request
 from trainer.queue.launcher import ALIVE, ENDED, State
@@ -65,6 +66,8 @@ class QueueView:
     rows: tuple[QueueRow, ...]
     scheduled: bool
     """Whether a process starts what waits."""
+    problems: tuple[Problem, ...] = ()
+    """Why the queue cannot be shown, where it cannot."""
 
     @property
     def stands_still(self) -> bool:
@@ -80,7 +83,10 @@ def local_queue() -> Local:
 def queue_view(studio: Studio) -> QueueView:
     """All jobs but those that finished. Changes nothing."""
     queue = local_queue()
-    entries = [entry for entry in overview(queue) if entry.seen.state is not State.FINISHED]
+    try:
+        entries = [entry for entry in overview(queue) if entry.seen.state is not State.FINISHED]
+    except StorageError as error:
+        return QueueView(rows=(), scheduled=is_scheduled(queue.folder), problems=error.problems)
     return QueueView(
         rows=tuple(_row(studio, entry, place, len(entries)) for place, entry in enumerate(entries)),
         scheduled=is_scheduled(queue.folder),
