@@ -34,7 +34,7 @@ _FOLDER = GivenPath(file_okay=False)
     "--queue/--no-queue",
     default=True,
     show_default=True,
-    help="Start the queue's jobs, where nothing else does.",
+    help="Start the queue's jobs while it is open.",
 )
 def ui(
     host: str,

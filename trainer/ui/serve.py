@@ -40,7 +40,7 @@ def serve(
     """Answer on `host` and `port` until SIGTERM or Ctrl-C; `tell` gets the lines for people.
 
     `allowed` are further names by which it may be asked. Port 0 takes a free one. With `queue` a process
-    beside it starts the queue's jobs, where none does. Raises ConfigError where
+    beside it starts the queue's jobs. Raises ConfigError where
     the port cannot be had, the token cannot be used, or another studio has the folder.
     """
     with _bound(host, port) as listening:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import signal
@@ -21,6 +23,7 @@ import trainer
 from trainer.errors import ConfigError
 from trainer.queue.scheduler import is_scheduled
 from trainer.telemetry import locks
+from trainer.ui import scheduling
 from trainer.ui.access import Access
 from trainer.ui.page import STATIC, TEMPLATES
 from trainer.ui.serve import LOCK_FILE, greeting, is_everywhere, is_loopback, named, serve
@@ -121,6 +124,26 @@ def test_the_queues_jobs_are_started_while_it_serves(tmp_path: Path, signum: sig
         process.communicate(timeout=60)
     wait_for(lambda: not is_scheduled(tmp_path / "queue"))
     assert "queue in" in (tmp_path / "runs/.studio/queue.log").read_text()
+
+
+def test_jobs_are_started_on_when_another_that_did_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINER_QUEUE_DIR", str(tmp_path / "queue"))
+    (tmp_path / "queue").mkdir()
+    with contextlib.ExitStack() as ours:
+        with (tmp_path / "queue/scheduler.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            ours.enter_context(scheduling.scheduling(tmp_path))
+        wait_for(lambda: is_scheduled(tmp_path / "queue"))
+    assert not is_scheduled(tmp_path / "queue")
+
+
+def test_what_starts_jobs_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduling, "python", lambda *words: [sys.executable, "-c", "print('started')"])
+    monkeypatch.setattr(scheduling, "_AGAIN_SECONDS", 0.0)
+    with scheduling.scheduling(tmp_path):
+        wait_for(lambda: (tmp_path / "queue.log").read_text().count("started") > 2)
 
 
 def test_a_missing_extra_is_told_with_the_command_that_installs_it(tmp_path: Path) -> None:
