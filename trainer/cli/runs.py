@@ -125,9 +125,10 @@ def control(folder: Path, order: str, wait: bool) -> int:
     It looks between two steps; training goes on after `save` and `sample`, and `stop` is as SIGTERM: the run
     saves and ends with 75. A run that still loads or encodes comes to `save` and `sample` when it trains.
     """
+    from trainer.queue.beside import stop_run
     from trainer.telemetry.control import Order, answered, ask
 
-    asked = ask(folder, Order(order))
+    asked = stop_run(folder) if order == Order.STOP else ask(folder, Order(order))
     say(f"asked {folder} to {order}", err=True)
     if wait:
         found = answered(folder, asked)

@@ -88,8 +88,9 @@ class Machine:
 
 
 @contextlib.contextmanager
-def transaction(folder: Path, machine: Machine) -> Iterator[sqlite3.Connection]:
-    """All or nothing: the only writer of the database in `folder` for as long as the block runs.
+def transaction(folder: Path, machine: Machine | None) -> Iterator[sqlite3.Connection]:
+    """All or nothing: the only writer of the database in `folder` for as long as the block runs. Without a
+    `machine` it is there and stays as it is, whichever machine's.
 
     Raises ConfigError where the file is another machine's or a newer version's, StorageError where it cannot
     be read or written.
@@ -98,7 +99,8 @@ def transaction(folder: Path, machine: Machine) -> Iterator[sqlite3.Connection]:
     try:
         with contextlib.closing(_connected(path)) as connection, connection:
             connection.execute("BEGIN IMMEDIATE")
-            _prepare(connection, path, machine)
+            if machine is not None:
+                _prepare(connection, path, machine)
             yield connection
     except sqlite3.DatabaseError as error:
         raise _unusable(path, error) from error

@@ -123,6 +123,14 @@ class Local:
             remedy = "choose another output_dir for one of them"
             raise ConfigError("two of these jobs write there", where=str(request.run), remedy=remedy)
 
+    def in_use(self, known: Sequence[GpuUse]) -> dict[str, str]:
+        """UUIDs of GPUs on which others run than jobs alone -> who, in words."""
+        locked = (
+            gpu for gpu in known if locks.is_held(jobfiles.gpu_lock(self.folder, gpu.uuid), shared=True)
+        )
+        beside = {gpu.uuid: "in use by a run that was started beside the queue" for gpu in locked}
+        return beside | {gpu.uuid: gpu.use for gpu in known if gpu.use}
+
     def jobs(self) -> list[tuple[Job, Seen]]:
         """All jobs in their order, each with its state now."""
         return [(job, self._seen(job)) for job in database.read_jobs(self.folder)]
@@ -231,7 +239,7 @@ class Local:
         known = self.gpus()
         with self._changing() as connection:
             waiting: list[Job] = []
-            taken = {gpu.uuid: gpu.use for gpu in known if gpu.use}
+            taken = self.in_use(known)
             busy: set[Path] = set()
             for job in database.jobs(connection):
                 seen = self._seen(job)

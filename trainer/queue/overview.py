@@ -48,7 +48,7 @@ def overview(queue: Local) -> list[Entry]:
     jobs, known = queue.jobs(), queue.gpus()
     names = {gpu.uuid: f"GPU {gpu.index}" for gpu in known} | {CPU: "the CPU"}
     running = [(job, _running(queue, job, seen, names)) for job, seen in jobs if seen.state in ALIVE]
-    taken = {gpu.uuid: gpu.use for gpu in known if gpu.use}
+    taken = queue.in_use(known)
     remaining: dict[str, float | None] = dict.fromkeys(taken)
     for job, entry in running:
         left = None if entry.seconds_left is None else f", {about(entry.seconds_left)} left"

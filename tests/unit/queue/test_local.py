@@ -255,10 +255,6 @@ def test_a_job_that_is_not_there_is_told(queue: FakeLocal) -> None:
             change("7")
 
 
-def test_the_number_of_a_forgotten_job_is_not_given_again(queue: FakeLocal) -> None:
-    queue.submit([wanted("cats")])
-    queue.forget("1")
-    assert not (queue.folder / "jobs" / "1").exists()
 def test_a_lost_database_takes_no_files_from_a_run_that_lives(queue: FakeLocal, machine: FakeMachine) -> None:
     queue.submit([wanted("cats", (A,))])
     queue.start_due()
@@ -297,6 +293,10 @@ def test_pictures_are_no_steps(queue: FakeLocal, machine: FakeMachine) -> None:
     assert shown() == (61, 100, 78.0)
 
 
+def test_the_number_of_a_forgotten_job_is_not_given_again(queue: FakeLocal) -> None:
+    queue.submit([wanted("cats")])
+    queue.forget("1")
+    assert not (queue.folder / "jobs" / "1").exists()
     assert queue.submit([wanted("cats")]) == ["2"]
 
 
@@ -310,13 +310,13 @@ def test_the_environment_of_a_run(
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     monkeypatch.setenv("TRAINER_METRICS_PORT", "9464")
     monkeypatch.setenv("HF_HOME", "/models")
+    monkeypatch.setenv("TRAINER_WEBHOOK_FILE", "./my-hook")
+    monkeypatch.setenv("TRAINER_CACHE_DIR", "~/cache")
+    monkeypatch.chdir(tmp_path)  # runs have a working folder of their own
     found: list[dict[str, str]] = []
 
     class Recorded(Local):
         def launch(self, start: Start) -> None:
-    monkeypatch.setenv("TRAINER_WEBHOOK_FILE", "./my-hook")
-    monkeypatch.setenv("TRAINER_CACHE_DIR", "~/cache")
-    monkeypatch.chdir(tmp_path)  # runs have a working folder of their own
             found.append(self.environment_of(start))
 
     queue = Recorded(folder=tmp_path / "queue", gpus=machine.gpus)
@@ -328,12 +328,12 @@ def test_the_environment_of_a_run(
     assert both["TRAINER_METRICS_PORT"] == "0"
     assert both["TRAINER_RUNTIME_DIR"] == str(tmp_path / "queue/jobs/1/runtime") != cpu["TRAINER_RUNTIME_DIR"]
     assert (both["HF_HOME"], both["TRAINER_QUEUE_JOB"]) == ("/models", "1")
+    assert both["TRAINER_WEBHOOK_FILE"] == str(tmp_path / "my-hook")
+    assert (both["TRAINER_CACHE_DIR"], "HF_HUB_CACHE" in both) == ("~/cache", False)
     assert not {"TRAINER__TRAIN__SEED", "RANK"} & set(both)
 
 
 def test_locks_of_a_round_are_let_go_where_no_process_can_be_started(
-    assert both["TRAINER_WEBHOOK_FILE"] == str(tmp_path / "my-hook")
-    assert (both["TRAINER_CACHE_DIR"], "HF_HUB_CACHE" in both) == ("~/cache", False)
     tmp_path: Path, machine: FakeMachine
 ) -> None:
     class Full(Local):
