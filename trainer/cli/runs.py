@@ -132,8 +132,10 @@ def control(folder: Path, order: str, wait: bool) -> int:
     say(f"asked {folder} to {order}", err=True)
     if wait:
         found = answered(folder, asked)
-        say(f"{order}: done at step {found.step}: {found.done}" if found else "the run ended before")
-        return 0 if found else 1
+        stops = order == Order.STOP  # what is asked for is the end
+        without = "stop: the run ends" if stops else "the run ended before"
+        say(f"{order}: done at step {found.step}: {found.done}" if found else without)
+        return 0 if found or stops else 1
     return 0
 
 

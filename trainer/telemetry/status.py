@@ -84,7 +84,7 @@ class Status:
     started_unix_seconds: float
     step: int | None = None
     total: int | None = None
-    """What is done, and of how many, of the items that the phase counts."""
+    """Items of the phase that are done, and of how many."""
     optimizer_step: int | None = None
     optimizer_steps: int | None = None
     """Optimizer steps done and planned, whatever the phase; None before training begins."""

@@ -13,7 +13,7 @@ from typing import BinaryIO
 from trainer.config.interpreter import python
 
 LOG_FILE = "queue.log"
-"""What that process says, in the studio's folder."""
+"""Log of that process, in the studio's folder."""
 _LOOK_SECONDS = 0.5
 _AGAIN_SECONDS = 30.0
 _LAST_SECONDS = 10.0

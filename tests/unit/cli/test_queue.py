@@ -330,7 +330,7 @@ def test_a_stop_by_the_run_folder_stops_the_job(run: Run, place: Path) -> None:
     held = FakeLocal(place / "queue", FakeMachine(UUIDS, identity=Machine.here()))
     held.submit([wanted("cats", root=place)])
     held.start_due()
-    code, _, err = run("runs", "control", str(place / "cats"), "stop")
+    code, _, err = run("runs", "control", str(place / "cats"), "stop", "--wait")
     assert (code, held.state("1").state) == (0, "stopping"), err
     held.fake.live()[0].end(75)
     assert held.state("1").state == "held"
