@@ -140,14 +140,13 @@ def list_jobs() -> None:
 @click.argument("name", metavar="JOB")
 @click.argument("place", type=click.IntRange(min=1))
 def move(name: str, place: int) -> None:
-    """Put a job at a place among those that have not ended; the first is 1.
+    """Put a job, or a group in its order, at a place among those that have not ended; the first is 1.
     \f
     Examples:
       trainer queue move 7 1
     """
     local = _queue()
-    for job in reversed(_found(local, [name])):
-        local.move(job, place)
+    local.move(_found(local, [name]), place)
 
 
 @shown_below_options
@@ -236,7 +235,7 @@ def _each(change: Callable[[str], None], jobs: Sequence[str]) -> None:
 
 
 def _found(local: Local, names: Sequence[str]) -> list[str]:
-    """The numbers of the jobs that these are the numbers, names or groups of, in their order.
+    """The numbers of the jobs that these are the numbers of, else the names or groups, in their order.
 
     Raises ConfigError where a name is none's.
     """
@@ -245,7 +244,8 @@ def _found(local: Local, names: Sequence[str]) -> list[str]:
     jobs = [job for job, _ in local.jobs()]
     found: list[str] = []
     for name in names:
-        matches = [str(job.id) for job in jobs if name in (str(job.id), job.name, job.group)]
+        matches = [name] if name in [str(job.id) for job in jobs] else []
+        matches = matches or [str(job.id) for job in jobs if name in (job.name, job.group)]
         if not matches:
             near = did_you_mean(name, [word for job in jobs for word in (job.name, job.group) if word])
             remedy = f"{near}`trainer queue list` shows all"

@@ -125,14 +125,17 @@ def control(folder: Path, order: str, wait: bool) -> int:
     It looks between two steps; training goes on after `save` and `sample`, and `stop` is as SIGTERM: the run
     saves and ends with 75. A run that still loads or encodes comes to `save` and `sample` when it trains.
     """
+    from trainer.queue.beside import stop_run
     from trainer.telemetry.control import Order, answered, ask
 
-    asked = ask(folder, Order(order))
+    asked = stop_run(folder) if order == Order.STOP else ask(folder, Order(order))
     say(f"asked {folder} to {order}", err=True)
     if wait:
         found = answered(folder, asked)
-        say(f"{order}: done at step {found.step}: {found.done}" if found else "the run ended before")
-        return 0 if found else 1
+        stops = order == Order.STOP  # what is asked for is the end
+        without = "stop: the run ends" if stops else "the run ended before"
+        say(f"{order}: done at step {found.step}: {found.done}" if found else without)
+        return 0 if found or stops else 1
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import click
@@ -40,7 +41,7 @@ def train(layers: Layers, no_probe: bool, share_gpu: bool) -> int:
     from trainer.planning.kept_decisions import continued
     from trainer.planning.render import plan_text
     from trainer.planning.scoring_row import with_scoring
-    from trainer.queue.beside import require_unleased
+    from trainer.queue.beside import kept_from_queue
 
     launch = launchers.found(environment.snapshot())
     stop_before_start(launch)
@@ -53,11 +54,11 @@ def train(layers: Layers, no_probe: bool, share_gpu: bool) -> int:
     facts, plan = planned(loaded, probe=not no_probe)
     plan = with_scoring(with_data(plan, loaded.config), loaded)
     say(plan_text(plan), err=True)  # stdout belongs to results
-    if plan.device == "cuda" and not share_gpu:
-        order = visible_uuids()
-        require_unleased([order[place] for place in plan.devices if place < len(order)])
-    require_free_memory(plan, facts)
-    return run_job(loaded, facts, plan, Job(mode="train"), port=port)
+    order = visible_uuids() if plan.device == "cuda" else ()
+    uuids = [order[place] for place in plan.devices if place < len(order)]
+    with kept_from_queue(uuids, share=share_gpu, tell=functools.partial(say, err=True)):
+        require_free_memory(plan, facts)
+        return run_job(loaded, facts, plan, Job(mode="train"), port=port)
 
 
 @shown_below_options

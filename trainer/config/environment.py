@@ -111,6 +111,13 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("ACCELERATE_DYNAMO_MODE", "no launcher", "proves accelerate launch; not used otherwise"),
 )  # fmt: skip
 
+_PATHS = (
+    "TRAINER_FACTS", "TRAINER_TORCH_FACTS", "TRAINER_RUNTIME_DIR", "TRAINER_CACHE_DIR", "TRAINER_QUEUE_DIR",
+    "TRAINER_WEBHOOK_FILE", "HF_HOME", "HF_HUB_CACHE", "HF_TOKEN_FILE", "HF_TOKEN_PATH", "WANDB_API_KEY_FILE",
+    "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
+    "CUDA_HOME",
+)  # fmt: skip
+"""Variables of the table that name one file or folder."""
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 _NAMES = tuple(variable.name for variable in VARIABLES)
 # what Kubernetes injects for a Service named trainer or trainer-something
@@ -127,6 +134,15 @@ def without_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]
     """The environment, this process's if not given, without what would lie over a configuration's files."""
     every = snapshot() if environ is None else environ
     return {name: value for name, value in every.items() if not name.startswith(CONFIG_PREFIX)}
+
+
+def with_absolute_paths(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process in another folder: files and folders of the table's variables are those
+    of this process's.
+    """
+    named = {name: environ.get(name, "") for name in _PATHS}
+    relative = {name: path for name, path in named.items() if path and not path.startswith(("/", "~"))}
+    return {**environ, **{name: str(Path(path).absolute()) for name, path in relative.items()}}
 
 
 def without_plugins() -> None:

@@ -20,6 +20,17 @@ DATABASE_FILE = "queue.sqlite"
 _VERSION = 1
 _PATIENCE_SECONDS = 60.0
 _MACHINE_ID = Path("/etc/machine-id")
+_DAMAGED = "the file is damaged: move it away; runs and their folders stay, the order of jobs is lost"
+_REFUSED = "let this user read and write its folder, or name another one in TRAINER_QUEUE_DIR"
+_REMEDIES: dict[int, str] = {
+    sqlite3.SQLITE_CORRUPT: _DAMAGED,
+    sqlite3.SQLITE_NOTADB: _DAMAGED,
+    sqlite3.SQLITE_CANTOPEN: _REFUSED,
+    sqlite3.SQLITE_PERM: _REFUSED,
+    sqlite3.SQLITE_READONLY: _REFUSED,
+    sqlite3.SQLITE_BUSY: "end the process that keeps it, or wait for that",
+}
+"""Errors of SQLite, those of a full or failing disk apart -> what to do."""
 _SCHEMA = """
 CREATE TABLE machine (one INTEGER PRIMARY KEY CHECK (one = 1), machine TEXT NOT NULL, boot TEXT NOT NULL);
 CREATE TABLE jobs (
@@ -77,8 +88,9 @@ class Machine:
 
 
 @contextlib.contextmanager
-def transaction(folder: Path, machine: Machine) -> Iterator[sqlite3.Connection]:
-    """All or nothing: the only writer of the database in `folder` for as long as the block runs.
+def transaction(folder: Path, machine: Machine | None) -> Iterator[sqlite3.Connection]:
+    """All or nothing: the only writer of the database in `folder` for as long as the block runs. Without a
+    `machine` it is there and stays as it is, whichever machine's.
 
     Raises ConfigError where the file is another machine's or a newer version's, StorageError where it cannot
     be read or written.
@@ -87,7 +99,8 @@ def transaction(folder: Path, machine: Machine) -> Iterator[sqlite3.Connection]:
     try:
         with contextlib.closing(_connected(path)) as connection, connection:
             connection.execute("BEGIN IMMEDIATE")
-            _prepare(connection, path, machine)
+            if machine is not None:
+                _prepare(connection, path, machine)
             yield connection
     except sqlite3.DatabaseError as error:
         raise _unusable(path, error) from error
@@ -118,7 +131,8 @@ def read_jobs(folder: Path) -> list[Job]:
 
 
 def _unusable(path: Path, error: sqlite3.DatabaseError) -> StorageError:
-    remedy = "free space or repair its disk; a damaged file may be moved away: runs stay, their order is lost"
+    # the low byte is the kind, the rest its details: sqlite.org/rescode.html
+    remedy = _REMEDIES.get(error.sqlite_errorcode & 0xFF, "free space on its disk, or repair that")
     return StorageError(f"the queue's database cannot be used: {error}", where=str(path), remedy=remedy)
 
 

@@ -26,6 +26,16 @@ def job_folder(folder: Path, job: int) -> Path:
     return folder / "jobs" / str(job)
 
 
+def numbers(folder: Path) -> list[int]:
+    """The numbers of all jobs that have a folder, whether or not the database knows them."""
+    return [int(path.name) for path in (folder / "jobs").glob("*") if path.name.isdecimal()]
+
+
+def gpu_lock(folder: Path, uuid: str) -> Path:
+    """The lock file that runs on this GPU share, whoever started them; see `locks.sharing`."""
+    return folder / f"{uuid}.lock"
+
+
 def is_alive(folder: Path) -> bool:
     """True if a process of the job's run lives: it holds the job's lock, or that of its runtime folder."""
     runtime = folder / RUNTIME / status.LOCK_FILE
@@ -45,8 +55,14 @@ def take_lock(folder: Path) -> int | None:
 
 
 def write_began(folder: Path, start: int) -> None:
-    """Record that a start of this number was made."""
+    """Record that a start of this number was made; what the last one said of itself is removed before."""
+    (folder / RUNTIME / status.STATUS_FILE).unlink(missing_ok=True)
     _write(folder / _BEGAN, start, 0)
+
+
+def withdraw_began(folder: Path) -> None:
+    """Record that the start was not made."""
+    (folder / _BEGAN).unlink(missing_ok=True)
 
 
 def write_exit(folder: Path, start: int, exit_code: int) -> None:
@@ -81,7 +97,6 @@ def exit_code(folder: Path, start: int) -> int | None:
     code = _read(folder / _EXIT, start)
     if code is not None or not began(folder, start):
         return code
-    # a new start removes the status of the last one before it says that it began
     found = status.read_status(folder / RUNTIME)
     return None if found is None else found.exit_code
 

@@ -90,15 +90,16 @@ def judged(*, alive: bool, began: bool, exit_code: int | None, held: bool, asked
     """The state of a job by its locks and its exit code.
 
     alive: a process of the run holds a lock. began, exit_code: of the start that counts now. held: somebody
-    wants it not to start. asked: it was asked to stop. A stop on request is held, one by somebody else (a
-    machine that shuts down) goes on by itself; nothing else is ever tried again by itself.
+    wants it not to start. asked: it was asked to stop, or ended so and nobody asked what watches it to end.
+    That is held; with a machine that shuts down a run stops and goes on by itself. Nothing else is ever tried
+    again by itself.
     """
     if alive:
         return Seen(state=State.STOPPING if asked else State.RUNNING, words=_alive(exit_code, asked))
     if exit_code == ExitCode.OK:
         return Seen(state=State.FINISHED, exit_code=exit_code)
     if exit_code == ExitCode.STOPPED:
-        if held:
+        if held or asked:
             words = "stopped, resumable: `trainer queue hold --release` goes on with it"
             return Seen(state=State.HELD, words=words, exit_code=exit_code)
         return Seen(state=State.WAITING, words="stopped from outside, goes on by itself", exit_code=exit_code)

@@ -74,10 +74,14 @@ class Local:
 
     def _insert(self, connection: sqlite3.Connection, request: Request) -> int:
         (place,) = connection.execute("SELECT COALESCE(MAX(place), 0) + 1 FROM jobs").fetchone()
-        job = connection.execute(
-            "INSERT INTO jobs (place, name, group_name, run, working_folder, gpus, gpu_count, seconds, held)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id",
+        (last,) = connection.execute("SELECT COALESCE(MAX(seq), 0) FROM sqlite_sequence").fetchone()
+        # a folder may be that of a run which lives, and whose database was moved away
+        job = 1 + max([last, *jobfiles.numbers(self.folder)])
+        connection.execute(
+            "INSERT INTO jobs (id, place, name, group_name, run, working_folder, gpus, gpu_count, seconds,"
+            " held) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
+                job,
                 place,
                 request.name,
                 request.group,
@@ -88,10 +92,9 @@ class Local:
                 request.seconds,
                 request.held,
             ),
-        ).fetchone()[0]
+        )
         folder = jobfiles.job_folder(self.folder, job)
         with atomic.no_space_told(folder):
-            shutil.rmtree(folder, ignore_errors=True)  # of a transaction that was not made
             (folder / jobfiles.RUNTIME).mkdir(parents=True)
         atomic.write_text(folder / jobfiles.CONFIG_FILE, request.config)
         return int(job)
@@ -119,6 +122,14 @@ class Local:
         if any(other.run == request.run for other in others):
             remedy = "choose another output_dir for one of them"
             raise ConfigError("two of these jobs write there", where=str(request.run), remedy=remedy)
+
+    def in_use(self, known: Sequence[GpuUse]) -> dict[str, str]:
+        """UUIDs of GPUs on which others run than jobs alone -> who, in words."""
+        locked = (
+            gpu for gpu in known if locks.is_held(jobfiles.gpu_lock(self.folder, gpu.uuid), shared=True)
+        )
+        beside = {gpu.uuid: "in use by a run that was started beside the queue" for gpu in locked}
+        return beside | {gpu.uuid: gpu.use for gpu in known if gpu.use}
 
     def jobs(self) -> list[tuple[Job, Seen]]:
         """All jobs in their order, each with its state now."""
@@ -181,19 +192,19 @@ class Local:
                 remedy = "add its configuration again, with more steps"
                 raise ConfigError(f"{label(one)} has finished", where="queue", remedy=remedy)
             connection.execute("UPDATE jobs SET held = 0 WHERE id = ?", (one.id,))
-            if seen.state in ALIVE:
-                jobfiles.withdraw_stop(jobfiles.job_folder(self.folder, one.id))
-            elif seen.state in ENDED:
+            jobfiles.withdraw_stop(jobfiles.job_folder(self.folder, one.id))
+            if seen.state in ENDED:
                 self._count_start(connection, one)
 
-    def move(self, job: str, place: int) -> None:
-        """Put a job at a place among all that have not ended; the first is 1."""
+    def move(self, jobs: Sequence[str], place: int) -> None:
+        """Put jobs, one behind the other, at a place among all others that have not ended; the first is 1."""
         with self._changing() as connection:
-            one = _named(database.jobs(connection), job)
-            order = [other for other in database.jobs(connection) if other.id != one.id]
+            known = database.jobs(connection)
+            moved = [_named(known, job) for job in jobs]
+            order = [other for other in known if other not in moved]
             places = [index for index, other in enumerate(order) if self._seen(other).state not in ENDED]
             index = places[max(0, place - 1)] if place <= len(places) else len(order)
-            order.insert(index, one)
+            order[index:index] = moved
             rows = [(position, other.id) for position, other in enumerate(order, start=1)]
             connection.executemany("UPDATE jobs SET place = ? WHERE id = ?", rows)
 
@@ -228,7 +239,7 @@ class Local:
         known = self.gpus()
         with self._changing() as connection:
             waiting: list[Job] = []
-            taken = {gpu.uuid: gpu.use for gpu in known if gpu.use}
+            taken = self.in_use(known)
             busy: set[Path] = set()
             for job in database.jobs(connection):
                 seen = self._seen(job)
@@ -258,28 +269,36 @@ class Local:
             return due
 
     def launch(self, start: Start) -> None:
-        """Start a job's watcher in a session of its own: no terminal and no end of the queue reaches it."""
+        """Start a job's watcher in a session of its own: no terminal and no end of the queue reaches it.
+
+        It is recorded before: a watcher that does not even come up is not started for ever.
+        """
         folder = jobfiles.job_folder(self.folder.absolute(), start.job.id)
         watched = (str(folder), str(start.job.start), str(start.lock), str(start.job.working_folder))
         command = (*self.command, str(folder / jobfiles.CONFIG_FILE))
-        with (folder / jobfiles.OUTPUT_FILE).open("ab") as output:
-            child = subprocess.Popen(
-                python("-m", "trainer.queue.watcher", *watched, *command),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                cwd="/",
-                env=self.environment_of(start),
-                start_new_session=True,
-                pass_fds=(start.lock,),
-            )
+        jobfiles.write_began(folder, start.job.start)
+        try:
+            with (folder / jobfiles.OUTPUT_FILE).open("ab") as output:
+                child = subprocess.Popen(
+                    python("-m", "trainer.queue.watcher", *watched, *command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    cwd="/",
+                    env=self.environment_of(start),
+                    start_new_session=True,
+                    pass_fds=(start.lock,),
+                )
+        except OSError:  # no process was made: the job waits again
+            jobfiles.withdraw_began(folder)
+            raise
         self.children.append(child)
 
     def environment_of(self, start: Start) -> dict[str, str]:
         """The environment of a run: this process's, without what would change its configuration."""
         kept = {
             name: value
-            for name, value in environment.without_settings().items()
+            for name, value in environment.with_absolute_paths(environment.without_settings()).items()
             if name not in launchers.VARIABLES
         }
         folder = jobfiles.job_folder(self.folder.absolute(), start.job.id)

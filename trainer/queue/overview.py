@@ -48,7 +48,7 @@ def overview(queue: Local) -> list[Entry]:
     jobs, known = queue.jobs(), queue.gpus()
     names = {gpu.uuid: f"GPU {gpu.index}" for gpu in known} | {CPU: "the CPU"}
     running = [(job, _running(queue, job, seen, names)) for job, seen in jobs if seen.state in ALIVE]
-    taken = {gpu.uuid: gpu.use for gpu in known if gpu.use}
+    taken = queue.in_use(known)
     remaining: dict[str, float | None] = dict.fromkeys(taken)
     for job, entry in running:
         left = None if entry.seconds_left is None else f", {about(entry.seconds_left)} left"
@@ -90,15 +90,16 @@ def _waits(
 
 def _running(queue: Local, job: Job, seen: Seen, names: Mapping[str, str]) -> Entry:
     beat = status.read_status(jobfiles.job_folder(queue.folder, job.id) / jobfiles.RUNTIME)
+    step, total = (None, None) if beat is None else (beat.optimizer_step, beat.optimizer_steps)
     left = job.seconds
-    if beat is not None and beat.step is not None and beat.total is not None and beat.median_step_seconds:
-        left = (beat.total - beat.step) * beat.median_step_seconds
+    if beat is not None and step is not None and total is not None and beat.median_step_seconds:
+        left = (total - step) * beat.median_step_seconds
     return Entry(
         job=job,
         seen=seen,
         gpus=_words(job, names),
-        step=None if beat is None else beat.step,
-        total=None if beat is None else beat.total,
+        step=step,
+        total=total,
         seconds_left=left,
     )
 

@@ -2,8 +2,9 @@
 
     python -m trainer.queue.watcher FOLDER START LOCK WORKING_FOLDER COMMAND...
 
-It keeps the job's lock, passes on requests to stop and writes down the exit code. Where
-it is killed, the run is asked to save and end.
+It keeps the job's lock, passes on requests to stop and writes down the exit code. Where it is killed, the run
+is asked to save and end. For a run that stopped (75) without such a request it leaves one, so that it is
+held: what stopped it may stop it again and again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from trainer.config.interpreter import python
 from trainer.errors import ExitCode
 from trainer.queue import jobfiles
-from trainer.telemetry.status import BUDGET_SECONDS, STATUS_FILE, Phase
+from trainer.telemetry.status import BUDGET_SECONDS, Phase
 from trainer.telemetry.supervising.signals import collected
 
 _LOOK_SECONDS = 0.2
@@ -38,8 +39,6 @@ def watch(folder: Path, start: int, lock: int, working_folder: Path, command: Se
     `folder`.
     """
     with collected() as received:
-        (folder / jobfiles.RUNTIME / STATUS_FILE).unlink(missing_ok=True)
-        jobfiles.write_began(folder, start)
         try:
             # in a group of its own no signal reaches it but ours, and its death signal if we are killed
             child = subprocess.Popen(
@@ -62,7 +61,7 @@ def _ended(
     child: subprocess.Popen[bytes], folder: Path, start: int, received: Sequence[tuple[float, int]]
 ) -> int:
     """Wait for the child's end, and pass on the first request to stop; its exit code."""
-    asked: float | None = None
+    asked: float | None = None  # by a signal, as when the machine shuts down, or through the queue
     while child.poll() is None:
         if asked is None and (received or jobfiles.asked_to_stop(folder, start)):
             asked = time.monotonic()
@@ -70,6 +69,8 @@ def _ended(
         if asked is not None and time.monotonic() - asked > _PATIENCE_SECONDS:
             child.kill()
         time.sleep(_LOOK_SECONDS)
+    if child.returncode == ExitCode.STOPPED and asked is None and not received:
+        jobfiles.write_stop(folder, start)
     if child.returncode == -signal.SIGTERM and asked is not None:
         return ExitCode.STOPPED  # before it could handle the request, so before anything was to be saved
     return child.returncode if child.returncode >= 0 else 128 - child.returncode

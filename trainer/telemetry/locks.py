@@ -67,14 +67,28 @@ def holding(
         os.close(descriptor)
 
 
-def is_held(path: Path) -> bool | None:
-    """True if a process holds the lock file; None where that is not known."""
+@contextlib.contextmanager
+def sharing(path: Path) -> Iterator[None]:
+    """Hold the lock file `path` together with all others that do so."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits for no more than the look of `is_held`
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_held(path: Path, *, shared: bool = False) -> bool | None:
+    """True if a process holds the lock file; None where that is not known.
+
+    With `shared` also where processes hold it together; then two that ask at once may see each other.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_EX if shared else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:

@@ -24,8 +24,6 @@ from trainer.telemetry.sinks.records import METRICS_LOG, SCORES, held_out_line, 
 from trainer.telemetry.status import Phase, Status, Verdict, read_ranks, verdict_of_ranks
 from trainer.words.sizes import GIB
 
-_OF_STEPS = frozenset({Phase.FIRST_STEP, Phase.TRAIN, Phase.SAVE})
-"""Phases whose heartbeat counts optimizer steps."""
 _DEEPEST = 3
 """Levels of folders that are searched below the one that is named."""
 
@@ -84,10 +82,10 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done: by the heartbeat while it trains, else by the last log step."""
+        """Optimizer steps done: by the heartbeat once it trains, else by the last log step."""
         status = self.statuses[0] if self.statuses else None
-        if status is not None and status.step is not None and status.phase in _OF_STEPS:
-            return status.step
+        if status is not None and status.optimizer_step is not None:
+            return status.optimizer_step
         return int(self.last.get("step", 0))
 
     @property

@@ -61,6 +61,12 @@ STEP_FACTOR = 10.0
 HUNG_FACTOR = 2.0
 """The supervisor kills at this many budgets."""
 
+_OF_STEPS = frozenset({Phase.FIRST_STEP, Phase.TRAIN, Phase.SAVE})
+"""Phases whose beats count optimizer steps; those of others count pictures, shards, or nothing."""
+_OPTIONAL_NUMBERS = (
+    "step", "total", "optimizer_step", "optimizer_steps", "median_step_seconds",
+    "device_memory_reserved_peak_bytes", "exit_code",
+)  # fmt: skip
 _READY = frozenset({Phase.FIRST_STEP, Phase.TRAIN, Phase.SAVE, Phase.PREVIEW, Phase.DONE})
 _SCALED_BY_STEP = frozenset({Phase.TRAIN, Phase.PREVIEW})
 
@@ -78,6 +84,10 @@ class Status:
     started_unix_seconds: float
     step: int | None = None
     total: int | None = None
+    """Items of the phase that are done, and of how many."""
+    optimizer_step: int | None = None
+    optimizer_steps: int | None = None
+    """Optimizer steps done and planned, whatever the phase; None before training begins."""
     median_step_seconds: float | None = None
     device_memory_reserved_peak_bytes: int | None = None
     """Most memory of its GPU that the process held while it loaded and trained: 0 on a CPU, None before."""
@@ -146,6 +156,8 @@ class StatusWriter:
         self._item_started = 0.0
         self._step: int | None = None
         self._total: int | None = None
+        self._optimizer_step: int | None = None
+        self._optimizer_steps: int | None = None
         self._step_seconds: deque[float] = deque(maxlen=51)
         self._median: float | None = None
         self._told = False
@@ -165,6 +177,8 @@ class StatusWriter:
         without the time that this process `waited`.
         """
         now, self._step, self._total = self._clock(), step, total
+        if phase in _OF_STEPS and step is not None:
+            self._optimizer_step, self._optimizer_steps = step, total or self._optimizer_steps
         changed = phase is not self.phase
         if item_done and not changed and phase is Phase.TRAIN:
             self._step_seconds.append(now - self._item_started)
@@ -187,6 +201,8 @@ class StatusWriter:
             started_unix_seconds=self._started,
             step=step,
             total=total,
+            optimizer_step=self._optimizer_step,
+            optimizer_steps=self._optimizer_steps,
             median_step_seconds=self._median,
             device_memory_reserved_peak_bytes=self.device_memory() if self.device_memory else None,
             ranks=self._ranks,
@@ -214,6 +230,7 @@ class StatusWriter:
         if self._last is not None:
             now, unix = self._clock(), time.time()
             last = dataclasses.replace(self._last, step=self._step, total=self._total, waits=waits)
+            last = dataclasses.replace(last, optimizer_step=self._optimizer_step)
             self._write(dataclasses.replace(last, beat=now, beat_unix_seconds=unix))
 
     def _write(self, status: Status) -> None:
@@ -243,8 +260,7 @@ def read_status(directory: Path) -> Status | None:
 
 def _is_sound(raw: dict[str, object]) -> bool:
     """True if every value can be judged: JSON may hold any type, and NaN."""
-    names = ("step", "total", "median_step_seconds", "device_memory_reserved_peak_bytes", "exit_code")
-    optional = [raw.get(name) for name in names]
+    optional = [raw.get(name) for name in _OPTIONAL_NUMBERS]
     numbers = [raw[name] for name in ("beat", "beat_unix_seconds", "started_unix_seconds", "pid")]
     ranks = raw.get("ranks", 1)
     if not isinstance(ranks, int) or not 1 <= ranks <= _MOST_RANKS:

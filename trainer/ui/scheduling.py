@@ -47,9 +47,14 @@ def _keep_running(studio: Studio, over: threading.Event) -> None:
     while not over.is_set():
         with (studio.folder / LOG_FILE).open("ab") as log:
             # in a group of its own no Ctrl-C of the terminal reaches it: it is asked below, or by the kernel
-            child = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, process_group=0
-            )
+            try:
+                child = subprocess.Popen(
+                    words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, process_group=0
+                )
+            except OSError as error:  # too many processes, say
+                log.write(f"queue: no process can be started: {error}\n".encode())
+                over.wait(_PAUSE_SECONDS)
+                continue
         while child.poll() is None and not over.wait(_LOOK_SECONDS):
             pass
         if child.returncode is not None:

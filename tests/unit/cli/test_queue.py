@@ -19,6 +19,7 @@ from trainer.queue import local as local_queue
 from trainer.queue import scheduler
 from trainer.queue.database import Machine
 from trainer.queue.local import Local
+from trainer.queue.overview import overview
 
 ROOT = Path(__file__).parents[3]
 MACHINES = ROOT / "tests/golden/machines"
@@ -225,6 +226,14 @@ def test_jobs_are_called_by_number_name_or_group(run: Run, place: Path) -> None:
     assert "did you mean `cats`?" in err
 
 
+def test_a_number_is_that_job_alone_and_a_group_keeps_its_order(run: Run, place: Path) -> None:
+    queue(place).submit([wanted("a-8", group="a"), wanted("a-16", group="a"), wanted("1"), wanted("c")])
+    assert run("queue", "hold", "1")[0] == 0
+    assert [seen.state for _, seen in queue(place).jobs()] == ["held", "waiting", "waiting", "waiting"]
+    assert run("queue", "move", "a", "2")[0] == 0
+    assert named(place) == ["1", "a-8", "a-16", "c"]
+
+
 def test_names_give_no_orders_to_the_terminal(run: Run, place: Path) -> None:
     queue(place).submit([wanted("a\x1b[2Jb\nc")])
     _, out, _ = run("queue", "list")
@@ -308,3 +317,44 @@ def test_a_run_beside_the_queue_keeps_off_its_gpus(
     # its lease is still written down, and its run is over
     next(one for one in machine.live() if one.start.job.id == 2).end(0)
     assert train()[0] == 42
+
+
+def test_a_queue_that_cannot_be_used_stops_no_run(train: Callable[..., tuple[int, str]], place: Path) -> None:
+    (place / "queue").mkdir()
+    (place / "queue/queue.sqlite").write_bytes(b"no database, of a length that a header has" * 100)
+    code, err = train()
+    assert code == 42
+    assert "warning: jobs of the queue are not kept off this run's GPUs" in err
+
+
+def test_jobs_wait_for_a_run_beside_the_queue_from_its_start(
+    train: Callable[..., tuple[int, str]], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it has a context on its GPU, which is all that NVML can show."""
+    held = FakeLocal(place / "queue", FakeMachine(UUIDS, identity=Machine.here()))
+    held.submit([wanted("cats", UUIDS[:1]), wanted("dogs", UUIDS[1:])])
+    started: list[list[str]] = []
+    notes: list[str] = []
+
+    def run_job(*_: object, **__: object) -> int:
+        started.append([job.name for job in held.start_due()])
+        notes.extend(entry.note for entry in overview(held))
+        return 42
+
+    monkeypatch.setattr(jobs, "run_job", run_job)
+    assert train()[0] == 42
+    assert started == [["dogs"]]
+    assert notes[0] == "waits for GPU 0, in use by a run that was started beside the queue"
+    assert [job.name for job in held.start_due()] == ["cats"]
+
+
+def test_a_stop_by_the_run_folder_stops_the_job(run: Run, place: Path) -> None:
+    held = FakeLocal(place / "queue", FakeMachine(UUIDS, identity=Machine.here()))
+    held.submit([wanted("cats", root=place)])
+    held.start_due()
+    code, _, err = run("runs", "control", str(place / "cats"), "stop", "--wait")
+    assert (code, held.state("1").state) == (0, "stopping"), err
+    held.fake.live()[0].end(75)
+    assert held.state("1").state == "held"
+    assert held.start_due() == []
+    assert run("runs", "control", str(place / "cats"), "stop")[0] == 78

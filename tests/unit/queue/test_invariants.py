@@ -120,7 +120,7 @@ class Queue(RuleBasedStateMachine):
     def move(self, job: str, place: int) -> None:
         if job not in self.known:
             return
-        self.queue.move(job, place)
+        self.queue.move([job], place)
         self.order.remove(job)
         open_jobs = [one for one in self.order if self.known[one].state in ("idle", "live")]
         before = self.order.index(open_jobs[place - 1]) if place <= len(open_jobs) else len(self.order)

@@ -17,6 +17,7 @@ from trainer.queue.database import Machine
 from trainer.queue.launcher import CPU, Launcher, State
 from trainer.queue.local import Local, Start
 from trainer.queue.overview import overview
+from trainer.telemetry.status import Phase, StatusWriter
 
 A, B = "GPU-a", "GPU-b"
 
@@ -236,10 +237,14 @@ def test_a_file_that_cannot_be_used_is_told(queue: FakeLocal) -> None:
     with pytest.raises(ConfigError, match="newer trainer"):
         queue.start_due()
     path.write_bytes(b"no database, of a length that a header has" * 100)
-    with pytest.raises(StorageError, match="cannot be used"):
+    with pytest.raises(StorageError, match=r"cannot be used: .*\n *-> the file is damaged: move it away"):
         queue.start_due()
     with pytest.raises(StorageError, match="cannot be used"):
         queue.jobs()
+    path.unlink()
+    path.mkdir()  # no file that can be opened, for root neither
+    with pytest.raises(StorageError, match=r"cannot be used: .*\n *-> let this user read and write"):
+        queue.start_due()
 
 
 def test_a_job_that_is_not_there_is_told(queue: FakeLocal) -> None:
@@ -248,6 +253,44 @@ def test_a_job_that_is_not_there_is_told(queue: FakeLocal) -> None:
     for change in (queue.stop, queue.hold, queue.release, queue.forget, queue.state, queue.log):
         with pytest.raises(ConfigError, match="there is no job 7"):
             change("7")
+
+
+def test_a_lost_database_takes_no_files_from_a_run_that_lives(queue: FakeLocal, machine: FakeMachine) -> None:
+    queue.submit([wanted("cats", (A,))])
+    queue.start_due()
+    (run,) = machine.live()
+    (run.folder / jobfiles.OUTPUT_FILE).write_text("step 1\n")
+    (queue.folder / database.DATABASE_FILE).rename(queue.folder / "moved away")
+    assert queue.submit([wanted("dogs", (B,))]) == ["2"]
+    assert jobfiles.is_alive(run.folder)
+    assert (run.folder / jobfiles.OUTPUT_FILE).read_text() == "step 1\n"
+
+
+def test_jobs_move_together_in_their_order(queue: FakeLocal) -> None:
+    queue.submit([wanted(name) for name in ("a1", "a2", "b", "c", "d")])
+    for place, order in ((2, "b a1 a2 c d"), (3, "b c a1 a2 d"), (9, "b c d a1 a2"), (1, "a1 a2 b c d")):
+        queue.move(["1", "2"], place)
+        assert [job.name for job, _ in queue.jobs()] == order.split(), place
+
+
+def test_pictures_are_no_steps(queue: FakeLocal, machine: FakeMachine) -> None:
+    """Steps of the run stay known while it saves and previews; a cache's pictures are none."""
+    queue.submit([wanted("cats", (A,), seconds=7000.0)])
+    queue.start_due()
+    writer = StatusWriter(machine.live()[0].folder / jobfiles.RUNTIME)
+
+    def shown() -> tuple[int | None, int | None, float | None]:
+        (entry,) = overview(queue)
+        return entry.step, entry.total, entry.seconds_left
+
+    writer.beat(Phase.CACHE, step=37, total=200)
+    assert shown() == (None, None, 7000.0)
+    writer.beat(Phase.TRAIN, step=60, total=100, median_step_seconds=2.0)
+    assert shown() == (60, 100, 80.0)
+    writer.beat(Phase.PREVIEW)
+    assert shown() == (60, 100, 80.0)
+    writer.beat(Phase.SAVE, step=61)
+    assert shown() == (61, 100, 78.0)
 
 
 def test_the_number_of_a_forgotten_job_is_not_given_again(queue: FakeLocal) -> None:
@@ -267,6 +310,9 @@ def test_the_environment_of_a_run(
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     monkeypatch.setenv("TRAINER_METRICS_PORT", "9464")
     monkeypatch.setenv("HF_HOME", "/models")
+    monkeypatch.setenv("TRAINER_WEBHOOK_FILE", "./my-hook")
+    monkeypatch.setenv("TRAINER_CACHE_DIR", "~/cache")
+    monkeypatch.chdir(tmp_path)  # runs have a working folder of their own
     found: list[dict[str, str]] = []
 
     class Recorded(Local):
@@ -282,6 +328,8 @@ def test_the_environment_of_a_run(
     assert both["TRAINER_METRICS_PORT"] == "0"
     assert both["TRAINER_RUNTIME_DIR"] == str(tmp_path / "queue/jobs/1/runtime") != cpu["TRAINER_RUNTIME_DIR"]
     assert (both["HF_HOME"], both["TRAINER_QUEUE_JOB"]) == ("/models", "1")
+    assert both["TRAINER_WEBHOOK_FILE"] == str(tmp_path / "my-hook")
+    assert (both["TRAINER_CACHE_DIR"], "HF_HUB_CACHE" in both) == ("~/cache", False)
     assert not {"TRAINER__TRAIN__SEED", "RANK"} & set(both)
 
 

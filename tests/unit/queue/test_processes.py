@@ -18,7 +18,7 @@ import pytest
 
 from tests.unit.queue.fakes import wanted
 from trainer.errors import ExitCode
-from trainer.queue import jobfiles
+from trainer.queue import jobfiles, local
 from trainer.queue.database import Machine
 from trainer.queue.launcher import CPU, State
 from trainer.queue.local import Local
@@ -165,6 +165,50 @@ def test_a_run_is_stopped_saves_and_goes_on(real: Local, tmp_path: Path) -> None
     (runtime(real, "1") / "end").write_text("0")
     wait_for_state(real, "1", State.FINISHED)
     assert real.log("1").count("configuration a: 1") == 2
+
+
+def test_a_run_that_stops_by_itself_is_held_until_somebody_looks(real: Local) -> None:
+    """A broken connection between GPUs, or a request that went past the queue, would come again."""
+    real.command = (sys.executable, "-c", "import sys; print('up', flush=True); sys.exit(75)")
+    real.submit([wanted("cats", (CPU,))])
+    real.start_due()
+    assert "resumable" in wait_for_state(real, "1", State.HELD)
+    assert real.start_due() == []
+    real.release("1")
+    assert real.state("1").state is State.WAITING
+    assert [job.id for job in real.start_due()] == [1]
+    wait_for_state(real, "1", State.HELD)
+    assert real.log("1") == "up\nup\n"
+
+
+def test_a_watcher_that_never_comes_up_is_not_started_again(
+    real: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*words: str) -> list[str]:
+        return [sys.executable, "-c", "print('no module', flush=True)"]
+
+    monkeypatch.setattr(local, "python", broken)
+    real.submit([wanted("cats", (CPU,))])
+    assert [job.id for job in real.start_due()] == [1]
+    for watcher in real.children:
+        watcher.wait()
+    assert real.start_due() == []
+    assert real.state("1").state is State.LOST
+    assert real.log("1") == "no module\n"
+    real.release("1")
+    assert [job.id for job in real.start_due()] == [1]
+
+
+def test_a_start_of_which_no_process_was_made_is_made_again(
+    real: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real.submit([wanted("cats", (CPU,))])
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "python", lambda *words: [str(tmp_path / "nothing"), *words])
+        with pytest.raises(FileNotFoundError):
+            real.start_due()
+    assert real.state("1").state is State.WAITING
+    assert [job.id for job in real.start_due()] == [1]
 
 
 def test_runs_outlive_a_killed_scheduler(tmp_path: Path) -> None:

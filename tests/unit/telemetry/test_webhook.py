@@ -20,7 +20,7 @@ import pytest
 from trainer.config import environment
 from trainer.errors import ConfigError, Problem
 from trainer.telemetry.run_folder import process
-from trainer.telemetry.status import Phase, StatusWriter
+from trainer.telemetry.status import Phase, StatusWriter, read_status
 from trainer.telemetry.supervising import ending, webhook
 from trainer.telemetry.supervising.webhook import Webhook, WebhookError, configured, is_public, send
 
@@ -289,6 +289,18 @@ def test_an_end_is_told_with_its_reason_and_without_secrets(
     assert "webhook: localhost answered 204" in capfd.readouterr().err
     found = process.read_process(run_dir)
     assert found is not None and found.problems == (Problem(what="401 for <redacted>"),)
+
+
+def test_a_good_end_tells_all_its_steps(tmp_path: Path) -> None:
+    """By beats as a run gives them: pictures before, a save without their total, an end without a step."""
+    writer = StatusWriter(tmp_path)
+    writer.beat(Phase.CACHE, step=3, total=7)
+    assert ending.body(tmp_path, 0, "", (), read_status(tmp_path))["step"] is None
+    writer.beat(Phase.TRAIN, step=40, total=40)
+    for phase, step in ((Phase.SAVE, 40), (Phase.PREVIEW, None), (Phase.SAVE, None), (Phase.DONE, None)):
+        writer.beat(phase, step=step)
+    told = ending.body(tmp_path, 0, "", (), read_status(tmp_path))
+    assert (told["step"], told["steps"]) == (40, 40)
 
 
 def test_a_receiver_that_is_not_there_changes_nothing(

@@ -9,8 +9,10 @@ import pytest
 import yaml
 from starlette.testclient import TestClient
 
+from tests.unit.queue.fakes import FakeLocal, FakeMachine, wanted
 from tests.unit.ui import made
 from trainer.config import environment
+from trainer.queue.database import Machine
 from trainer.queue.launcher import CPU, Request, State
 from trainer.queue.local import Local
 from trainer.telemetry import control
@@ -49,6 +51,31 @@ def test_a_button_leaves_the_order_for_the_run(
         assert "it does so after the present step" in client.get(path).text
         control.answer(runtime, order, step=4, done="step-000004")
         assert re.search(r"done at step 4, step-000004", client.get(path).text)
+
+
+def test_a_run_of_the_queue_is_stopped_there(client: TestClient, studio: Studio) -> None:
+    """Else it would be started again."""
+    folder = made.make_run(studio.runs / "cats")
+    local = FakeLocal(environment.queue_dir(), FakeMachine((), identity=Machine.here()))
+    local.submit([wanted("cats", (CPU,), root=studio.runs)])
+    local.start_due()
+    path = f"/runs/{identifier(studio.runs, folder)}"
+    answer = client.post(f"{path}/ask", data={"order": "stop"})
+    assert (answer.status_code, answer.headers["location"]) == (303, path)
+    assert local.state("1").state is State.STOPPING
+    local.fake.live()[0].end(75)
+    assert local.state("1").state is State.HELD
+
+
+def test_the_home_page_shows_runs_beside_a_queue_that_cannot_be_used(
+    client: TestClient, studio: Studio
+) -> None:
+    made.make_run(studio.runs / "cats")
+    environment.queue_dir().mkdir(parents=True)
+    (environment.queue_dir() / "queue.sqlite").write_bytes(b"no database, as long as a header" * 100)
+    answer = client.get("/")
+    assert answer.status_code == 200
+    assert "the file is damaged: move it away" in answer.text and ">cats<" in answer.text
 
 
 def test_a_run_that_does_not_run_is_not_asked(client: TestClient, studio: Studio) -> None:

@@ -51,7 +51,7 @@ def body(
     `text` and `content` are one line for people, which chat services show by one of these names.
     """
     why = cause or (problems[0].what if problems else "")
-    steps = {} if last is None else {"step": last.step, "steps": last.total}
+    steps = {} if last is None else {"step": last.optimizer_step, "steps": last.optimizer_steps}
     line = f"{run_dir.name}: {meaning(exit_code)} (exit code {exit_code})" + (f": {why}" if why else "")
     values = {
         "text": line,

@@ -276,7 +276,7 @@ class _Watch:
     def _look_at_requests(self, first: status.Status | None) -> None:
         if control.take(self.directory, (Order.STOP,)):
             self._ask(stop.ASK_SIGNAL, ExitCode.STOPPED, "asked to stop: the run saves and ends")
-            step = 0 if first is None or first.step is None else first.step
+            step = 0 if first is None or first.optimizer_step is None else first.optimizer_step
             control.answer(self.directory, Order.STOP, step=step, done="the run saves and ends")
 
     def _end_with_others(self, ranks: Sequence[status.Status | None]) -> None:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
+from trainer.queue.beside import stop_run
 from trainer.telemetry import control
 from trainer.telemetry.control import Order
 from trainer.telemetry.run_folder import results
@@ -94,7 +95,11 @@ def _acts(studio: Studio) -> Sequence[BaseRoute]:
         run, order = request.path_params["run"], str((await request.form()).get("order", ""))
         if order not in list(Order):
             raise HTTPException(400, "A run can be asked to save, to sample or to stop.")
-        await run_in_threadpool(control.ask, run_folder(studio, run), Order(order))
+        folder = run_folder(studio, run)
+        if order == Order.STOP:
+            await run_in_threadpool(stop_run, folder)
+        else:
+            await run_in_threadpool(control.ask, folder, Order(order))
         return RedirectResponse(f"/runs/{run}", status_code=303)
 
     def go_on(request: Request) -> Response:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from trainer.config import environment
+from trainer.errors import Problem, StorageError
 from trainer.families.loading import load_config
 from trainer.planning.planning import machine_facts
 from trainer.queue.adding import request
@@ -65,6 +66,8 @@ class QueueView:
     rows: tuple[QueueRow, ...]
     scheduled: bool
     """Whether a process starts what waits."""
+    problems: tuple[Problem, ...] = ()
+    """Why the queue cannot be shown, where it cannot."""
 
     @property
     def stands_still(self) -> bool:
@@ -80,7 +83,10 @@ def local_queue() -> Local:
 def queue_view(studio: Studio) -> QueueView:
     """All jobs but those that finished. Changes nothing."""
     queue = local_queue()
-    entries = [entry for entry in overview(queue) if entry.seen.state is not State.FINISHED]
+    try:
+        entries = [entry for entry in overview(queue) if entry.seen.state is not State.FINISHED]
+    except StorageError as error:
+        return QueueView(rows=(), scheduled=is_scheduled(queue.folder), problems=error.problems)
     return QueueView(
         rows=tuple(_row(studio, entry, place, len(entries)) for place, entry in enumerate(entries)),
         scheduled=is_scheduled(queue.folder),
@@ -118,8 +124,8 @@ def change_job(job: int, act: Act) -> None:
         raise UnknownIdError(name)
     place = order.index(job) + 1 if job in order else len(order)
     acts: Mapping[Act, Callable[[], None]] = {
-        Act.UP: lambda: queue.move(name, max(1, place - 1)),
-        Act.DOWN: lambda: queue.move(name, place + 1),
+        Act.UP: lambda: queue.move([name], max(1, place - 1)),
+        Act.DOWN: lambda: queue.move([name], place + 1),
         Act.HOLD: lambda: queue.hold(name),
         Act.RELEASE: lambda: queue.release(name),
         Act.STOP: lambda: queue.stop(name),
