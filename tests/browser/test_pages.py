@@ -52,7 +52,7 @@ def pages(full: Full) -> dict[str, str]:
     }
 
 
-SHOWN = ("runs", "new", "run-training", "run-failed", "compare")
+SHOWN = ("runs", "run-training", "run-failed", "compare")
 """Pages whose pictures are in the documents."""
 
 
