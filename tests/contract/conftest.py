@@ -40,6 +40,7 @@ COUSINS = ("flux1_kontext", "qwen_image_edit", "qwen3")
 """Families that share all of the engine's ways with another one: whole runs of theirs are slow tests, but for
 those of `ALWAYS`."""
 WHOLE_RUNS = "test_training.py", "test_options.py", "test_full_in_rows.py", "test_full_in_fp8.py"
+"""Files of tests that train from start to end, mostly several times."""
 ALWAYS = (
     "test_a_cached_batch_gives_finite_losses_and_gradients_where_they_belong",
     "test_a_run_leaves_what_it_promises",

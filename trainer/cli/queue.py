@@ -39,10 +39,9 @@ def queue() -> None:
 
 
 def _queue() -> Local:
-    from trainer.config import environment
-    from trainer.queue.local import Local
+    from trainer.queue.local import users_queue
 
-    return Local(folder=environment.queue_dir().absolute())
+    return users_queue()
 
 
 _jobs = click.argument("names", metavar="JOB...", nargs=-1, required=True)

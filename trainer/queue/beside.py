@@ -12,7 +12,7 @@ from trainer.errors import HardwareError, Problem, StorageError
 from trainer.files import atomic
 from trainer.queue import database, jobfiles
 from trainer.queue.launcher import ALIVE
-from trainer.queue.local import Local
+from trainer.queue.local import users_queue
 from trainer.queue.turns import label
 from trainer.telemetry import control, locks
 from trainer.telemetry.control import Order
@@ -24,7 +24,7 @@ def stop_run(run: Path) -> control.Request:
 
     Raises ConfigError where nothing runs there, StorageError.
     """
-    queue = Local(folder=environment.queue_dir().absolute())
+    queue = users_queue()
     # of a job that cannot be looked up its watcher has it held, once it has stopped
     with contextlib.suppress(StorageError):
         for job, seen in queue.jobs():

@@ -329,6 +329,11 @@ class Local:
             yield connection
 
 
+def users_queue() -> Local:
+    """The queue of this user and machine, in TRAINER_QUEUE_DIR."""
+    return Local(folder=environment.queue_dir().absolute())
+
+
 def _named(jobs: Sequence[Job], job: str) -> Job:
     found = next((one for one in jobs if str(one.id) == job), None)
     if found is None:

@@ -25,6 +25,7 @@ from typing import Any
 
 from trainer.errors import ConfigError, Problem, StorageError
 from trainer.files import atomic
+from trainer.files.json_object import read_object
 from trainer.telemetry.run_folder import process
 
 _FOLDER = "control"
@@ -133,7 +134,7 @@ def take(runtime_dir: Path, orders: Sequence[Order]) -> tuple[Order, ...]:
 def answer(runtime_dir: Path, order: Order, *, step: int, done: str) -> None:
     """Say that an order that was taken is carried out. What cannot be written does not end the run."""
     folder = runtime_dir / _FOLDER
-    asked = _read(folder / f"{order}.taken.json").get("asked_unix_seconds", 0.0)
+    asked = read_object(folder / f"{order}.taken.json", _MOST_BYTES).get("asked_unix_seconds", 0.0)
     text = json.dumps({"asked_unix_seconds": asked, "step": step, "done": done})
     with contextlib.suppress(OSError, StorageError):
         atomic.write_text(folder / f"{order}.done.json", text, sync=False)
@@ -144,7 +145,7 @@ def requests(runtime_dir: Path) -> tuple[Request, ...]:
     """The last answered request of each order, and open ones, oldest first."""
     folder = runtime_dir / _FOLDER
     names = ((order, f"{order}{state}.json") for order in Order for state in (".done", ".taken", ""))
-    read = (_request(order, _read(folder / name)) for order, name in names)
+    read = (_request(order, read_object(folder / name, _MOST_BYTES)) for order, name in names)
     return tuple(sorted(filter(None, read), key=lambda one: one.asked_unix_seconds))
 
 
@@ -161,12 +162,3 @@ def _request(order: Order, raw: dict[str, Any]) -> Request | None:
     if not isinstance(done, str) or not isinstance(step, int | None):
         return None
     return Request(order=order, asked_unix_seconds=asked, step=step, done=done)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            raw = json.loads(file.read(_MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return raw if isinstance(raw, dict) else {}

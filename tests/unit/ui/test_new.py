@@ -141,7 +141,7 @@ OUTSIDE = {
     "data.cache_dir": ["/var/cache"],
     "model.pretrained_model_name_or_path": ["/etc", "../models2", "a/.."],
     "data.chat_template": ["/etc/x.jinja", "../x.jinja"],
-    "lora.init_from": ["/root/x.safetensors"],
+    "lora.init_from": ["/elsewhere/x.safetensors"],
     "data.sets.0.control_dir": ["[/etc, /usr]"],
 }
 

@@ -19,6 +19,7 @@ from typing import Any
 from trainer.config.secrets import redacted
 from trainer.errors import Problem, TrainerError, meaning, one_line
 from trainer.files import atomic
+from trainer.files.json_object import read_object
 from trainer.telemetry import locks
 from trainer.telemetry.rundir import CONFIG_FILE, LOCK_FILE
 from trainer.telemetry.status import LOCK_FILE as RUNTIME_LOCK
@@ -123,7 +124,7 @@ def working_folder(run_dir: Path) -> Path | None:
 
 def read_process(run_dir: Path) -> Process | None:
     """The record of a folder; None without one, and for one that is damaged."""
-    raw = _read(run_dir / PROCESS_FILE)
+    raw = read_object(run_dir / PROCESS_FILE, _MOST_BYTES)
     try:
         process = Process(**{**raw, "problems": _problems(raw.get("problems", ()))})
     except TypeError:
@@ -194,7 +195,7 @@ def write_error(runtime_dir: Path, error: TrainerError) -> None:
 
 def read_error(runtime_dir: Path) -> tuple[Problem, ...]:
     """The problems that a rank left in its folder; none without."""
-    return _problems(_read(runtime_dir / ERROR_FILE).get("problems", ()))
+    return _problems(read_object(runtime_dir / ERROR_FILE, _MOST_BYTES).get("problems", ()))
 
 
 def _problems(rows: Any) -> tuple[Problem, ...]:
@@ -203,15 +204,6 @@ def _problems(rows: Any) -> tuple[Problem, ...]:
     sound = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
     texts = [{name: row[name] for name in names if isinstance(row.get(name), str)} for row in sound]
     return tuple(Problem(**text) for text in texts if "what" in text)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            raw = json.loads(file.read(_MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return raw if isinstance(raw, dict) else {}
 
 
 def _write(run_dir: Path, process: Process) -> None:

@@ -9,13 +9,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainer.config import environment
 from trainer.config.reading.load import Loaded
 from trainer.config.writing.dump import written
 from trainer.errors import ConfigError, Problem, TrainerError
 from trainer.queue.adding import request
 from trainer.queue.database import Job
-from trainer.queue.local import Local
+from trainer.queue.local import users_queue
 from trainer.queue.scheduler import is_scheduled
 from trainer.ui import forms
 from trainer.ui.studio import Studio
@@ -138,19 +137,15 @@ def add_to_queue(view: NewRun) -> str:
     if view.loaded is None or view.asked.facts.strip():
         remedy = "correct what is marked, and leave the field of another machine empty"
         raise ConfigError("this is no plan of a run on this machine", where="the form", remedy=remedy)
-    queue = _queue()
+    queue = users_queue()
     (job,) = queue.submit([request(view.loaded, this_machine(), queue.gpus())])
     return job
 
 
 def added(job: str) -> tuple[Job, bool] | None:
     """The job of this number, and whether something starts the queue's jobs; None where there is none."""
-    found = next((one for one, _ in _queue().jobs() if str(one.id) == job), None) if job else None
-    return None if found is None else (found, is_scheduled(_queue().folder))
-
-
-def _queue() -> Local:
-    return Local(folder=environment.queue_dir().absolute())
+    found = next((one for one, _ in users_queue().jobs() if str(one.id) == job), None) if job else None
+    return None if found is None else (found, is_scheduled(users_queue().folder))
 
 
 def warm(studio: Studio) -> None:

@@ -12,7 +12,7 @@ from trainer.families.loading import load_config
 from trainer.planning.planning import machine_facts
 from trainer.queue.adding import request
 from trainer.queue.launcher import ALIVE, ENDED, State
-from trainer.queue.local import Local
+from trainer.queue.local import users_queue
 from trainer.queue.overview import Entry, overview
 from trainer.queue.scheduler import is_scheduled
 from trainer.telemetry.run_folder.process import working_folder
@@ -75,14 +75,9 @@ class QueueView:
         return not self.scheduled and any(row.state.kind == "waiting" for row in self.rows)
 
 
-def local_queue() -> Local:
-    """The queue of this user and machine."""
-    return Local(folder=environment.queue_dir().absolute())
-
-
 def queue_view(studio: Studio) -> QueueView:
     """All jobs but those that finished. Changes nothing."""
-    queue = local_queue()
+    queue = users_queue()
     try:
         entries = [entry for entry in overview(queue) if entry.seen.state is not State.FINISHED]
     except StorageError as error:
@@ -118,7 +113,7 @@ def _acts(state: State, *, first: bool, last: bool) -> tuple[Act, ...]:
 
 def change_job(job: int, act: Act) -> None:
     """Change a job of the queue. Raises ConfigError where it cannot be, UnknownIdError without it."""
-    queue, name = local_queue(), str(job)
+    queue, name = users_queue(), str(job)
     order = [one.id for one, seen in queue.jobs() if seen.state not in ENDED]
     if job not in {one.id for one, _ in queue.jobs()}:
         raise UnknownIdError(name)
@@ -140,7 +135,7 @@ def resume(studio: Studio, run: str) -> None:
     Raises ConfigError where it runs or its settings cannot be used here, and the errors of a plan.
     """
     folder = run_folder(studio, run)
-    queue = local_queue()
+    queue = users_queue()
     own = [job.id for job, seen in queue.jobs() if job.run == folder and seen.state is not State.FINISHED]
     if own:
         queue.release(str(own[-1]))

@@ -46,7 +46,7 @@ class StateView:
     """A state as word, icon and colour."""
 
     kind: str
-    """`running`, `good`, `waiting`, `paused` or `bad`: icon and colour."""
+    """`good`, `waiting`, `paused`, `bad`, or `running`, also with `waiting` or `bad` behind it."""
     word: str
     detail: str = ""
     """More in a sentence; empty where the word says all."""
@@ -54,7 +54,7 @@ class StateView:
     @property
     def ended(self) -> bool:
         """True where no process works on it."""
-        return self.kind != "running"
+        return not self.kind.startswith("running")
 
 
 def state_view(run: Run) -> StateView:

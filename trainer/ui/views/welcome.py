@@ -19,10 +19,10 @@ from trainer.machine.profiles import select_each
 from trainer.modeling.base.base import base_at, local_folder
 from trainer.planning import planning
 from trainer.queue.adding import request
+from trainer.queue.local import users_queue
 from trainer.queue.scheduler import is_scheduled
 from trainer.ui.studio import Studio
 from trainer.ui.views.asked import Asked, loaded_of
-from trainer.ui.views.queued import local_queue
 from trainer.ui.views.settings import Root, roots
 from trainer.words.sizes import gib
 
@@ -93,7 +93,7 @@ def welcome_view(studio: Studio) -> WelcomeView:
         roots=roots(studio),
         bases=tuple(_base(name) for name in families.names()),
         folders=_folders(studio.models),
-        scheduled=is_scheduled(local_queue().folder),
+        scheduled=is_scheduled(users_queue().folder),
         seen=was_welcomed(studio),
     )
 
@@ -106,7 +106,7 @@ def add_quickstart(studio: Studio) -> str:
     loaded, problems = loaded_of(studio, Asked(start=_QUICKSTART))
     if loaded is None:
         raise ConfigError(problems)
-    queue = local_queue()
+    queue = users_queue()
     (job,) = queue.submit([request(loaded, planning.machine_facts(), queue.gpus())])
     return job
 
