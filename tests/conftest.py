@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.processes import visible
+from tests.ranks import Workers, workers
 from trainer.modeling.vision import make_torchvision_importable
 
 
@@ -80,6 +81,13 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 def tiny_flux1_dev(tiny_base: Callable[[str], Path]) -> Path:
     """Folder of the tiny FLUX.1-dev base. Read only."""
     return tiny_base("flux1_dev")
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Workers]:
+    """Processes that meet as ranks, kept from test to test: they start slowly."""
+    with workers() as made:
+        yield made
 
 
 @pytest.fixture

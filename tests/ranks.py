@@ -30,9 +30,7 @@ def _work(calls: Connection) -> None:
     import torch
 
     from trainer.engine import ranks
-    from trainer.modeling.vision import make_torchvision_importable
 
-    make_torchvision_importable()
     torch.set_num_threads(1)
     while (call := calls.recv()) is not None:
         function, rank, size, place, given = call
@@ -48,7 +46,8 @@ class Workers:
     """`call(function, 2, ...)` gives what `function(Ranks, ...)` returned on each of two ranks."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.rank_imports"])
         self._ends: list[Connection] = []
         self._processes: list[BaseProcess] = []
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.contract.runs import (
+    ALIKE,
+    COUSINS,
     Case,
     Job,
     Step,
@@ -33,13 +35,7 @@ class Finished:
         return self.job.folder
 
 
-ALIKE = ("mistral", "qwen2")
-"""Families that are Llama in all but a bias, or nothing: what they do is tried always in tests/numerics, and
-in these tests with the slow ones."""
-COUSINS = ("flux1_kontext", "qwen_image_edit", "qwen3")
-"""Families that share all of the engine's ways with another one: whole runs of theirs are slow tests, but for
-those of `ALWAYS`."""
-WHOLE_RUNS = "test_training.py", "test_options.py", "test_full_in_rows.py", "test_full_in_fp8.py"
+WHOLE_RUNS = ("test_training.py", "test_options.py", "test_full_in_fp8.py", "test_divergence.py")
 """Files of tests that train from start to end, mostly several times."""
 ALWAYS = (
     "test_a_cached_batch_gives_finite_losses_and_gradients_where_they_belong",

@@ -75,6 +75,12 @@ class Case:
 CASES = tuple(Case(family=family, method=method) for family in TINY_MODELS for method in ("lora", "full"))
 LORA_CASES = tuple(case for case in CASES if case.method == "lora")
 FULL_CASES = tuple(case for case in CASES if case.method == "full")
+ALIKE = ("mistral", "qwen2")
+"""Families that are Llama in all but a bias, or nothing: what they do is tried always in tests/numerics, in
+contract tests with the slow ones, and not again where it takes long and asks about no layer of a model."""
+COUSINS = ("flux1_kontext", "qwen_image_edit", "qwen3")
+"""Families that share all of the engine's ways with another one: whole runs of theirs are slow tests but for
+a few, and left out where it takes long and asks about no batch and no model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +199,16 @@ def fewer(cases: Sequence[Case]) -> list[Any]:
     Those that always run are the first case, and the first one of a family that writes instead of drawing.
     """
     always = {cases[0], next((case for case in cases if not draws(case.family)), cases[0])}
-    return [pytest.param(case, marks=() if case in always else pytest.mark.slow) for case in cases]
+    return [
+        pytest.param(case, marks=() if case in always else pytest.mark.slow)
+        for case in without(cases, ALIKE, COUSINS)
+    ]
+
+
+def without(cases: Sequence[Case], *families: Sequence[str]) -> list[Case]:
+    """The cases of all families but these: `ALIKE`, `COUSINS`."""
+    left_out = {name for some in families for name in some}
+    return [case for case in cases if case.family not in left_out]
 
 
 def edits(family: str) -> bool:

@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 
 from tests.contract.real_shaped import settings
-from tests.contract.runs import LORA_CASES, Case, Workshop, draws, numbers
+from tests.contract.runs import ALIKE, LORA_CASES, Case, Workshop, draws, numbers, without
 from trainer.engine.training import loop
 from trainer.modeling.blocks.compiled import graphs_compiled
 
-# tracing takes ten seconds and more a family
-_CASES = [LORA_CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in LORA_CASES[1:])]
-
-
+# tracing takes ten seconds and more a family; Kontext's blocks are FLUX.1's
+_CASES = without(LORA_CASES, ALIKE, ["flux1_kontext"])
 pytestmark = pytest.mark.usefixtures("traced", "small_kontexts")
 
 
@@ -33,9 +31,7 @@ def test_compiled_losses_are_those_of_the_plain_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [one for one in LORA_CASES if one.family in ("flux1_dev", "qwen_image")], ids=str
-)
+@pytest.mark.parametrize("case", [one for one in LORA_CASES if one.family == "qwen_image"], ids=str)
 def test_batches_of_all_sizes_share_graphs(
     case: Case, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

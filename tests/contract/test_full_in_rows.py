@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.contract.runs import (
+    ALIKE,
+    COUSINS,
     FULL_CASES,
     Case,
     Job,
@@ -25,8 +27,9 @@ from tests.contract.runs import (
     numbers,
     require_near,
     steps_saved,
+    without,
 )
-from tests.ranks import Workers, workers
+from tests.ranks import Workers
 from trainer.engine import run
 from trainer.engine.caching.entries import Entries
 from trainer.engine.context import Context
@@ -47,12 +50,6 @@ SHORT = (
     "checkpoint.checkpointing_steps=3",
     "model.dtype=fp32",
 )
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Workers]:
-    with workers() as made:
-        yield made
 
 
 def job_of_rank(
@@ -156,11 +153,12 @@ def interrupted(whole: Trained, folder: Path) -> None:
 
 LLAMA = next(case for case in FULL_CASES if case.family == "llama")
 FLUX = FULL_CASES[0]
+SEPARATE = without(FULL_CASES, ALIKE, COUSINS)
 
 
 # five runs of up to four processes each: that of pictures takes half a minute
 @pytest.mark.slow
-@pytest.mark.parametrize("case", FULL_CASES, ids=str)
+@pytest.mark.parametrize("case", SEPARATE, ids=str)
 def test_rows_over_any_number_of_ranks_learn_what_one_process_learns(
     case: Case, runs: Runs, tmp_path: Path
 ) -> None:
@@ -251,7 +249,7 @@ def test_every_way_to_compute_goes_with_rows(case: Case, options: tuple[str, ...
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", FULL_CASES, ids=str)
+@pytest.mark.parametrize("case", SEPARATE, ids=str)
 def test_rows_in_bf16_have_split_masters(case: Case, runs: Runs) -> None:
     """Gradients are rounded to bf16 in another order; what chance rounds is the same."""
     bf16 = "model.dtype=bf16"

@@ -5,28 +5,31 @@ A CPU emulates the products: they are computed in fp32 from the same quantised v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.contract.runs import FULL_CASES, Case, Workshop, files
-from tests.contract.test_full_in_rows import FLUX, LLAMA, SHORT, STEPS, Trained, interrupted, job_of_rank
+from tests.contract.runs import Case, Workshop, files
+from tests.contract.test_full_in_rows import (
+    FLUX,
+    LLAMA,
+    SEPARATE,
+    SHORT,
+    STEPS,
+    Trained,
+    interrupted,
+    job_of_rank,
+)
 from tests.emulated_fp8 import emulated
-from tests.ranks import Workers, workers
+from tests.ranks import Workers
 from trainer.engine import run
 from trainer.engine.building import fp8
 from trainer.engine.ranks import Ranks
 
 IN_BF16 = (*SHORT[:-1], "model.dtype=bf16")
 Runs = Callable[..., Trained]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Workers]:
-    with workers() as made:
-        yield made
 
 
 def train(
@@ -70,7 +73,7 @@ def require_alike(ours: Trained, theirs: Trained) -> None:
 
 
 CASES = [
-    pytest.param(case, marks=() if case is LLAMA else pytest.mark.slow, id=str(case)) for case in FULL_CASES
+    pytest.param(case, marks=() if case is LLAMA else pytest.mark.slow, id=str(case)) for case in SEPARATE
 ]
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tests.contract import runs
 from tests.contract.real_shaped import CHECKPOINT_STEP, STEPS, settings, short_chats
 from tests.contract.runs import (
+    ALIKE,
     LORA_CASES,
     Case,
     Job,
@@ -29,6 +30,7 @@ from tests.contract.runs import (
     products,
     record_samples,
     require_near,
+    without,
 )
 from tests.tiny import TINY_MODELS
 from trainer.config.schema import RunConfig
@@ -75,7 +77,7 @@ def scanned_once(scans: dict[tuple[str, str], Samples], monkeypatch: pytest.Monk
     "case",
     [
         pytest.param(case, marks=() if case.family in ALWAYS else pytest.mark.slow, id=str(case))
-        for case in LORA_CASES
+        for case in without(LORA_CASES, ALIKE)
     ],
 )
 def test_four_at_once_learn_what_four_after_another_learn(

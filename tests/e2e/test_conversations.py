@@ -109,6 +109,7 @@ def brute_force(model: Any, tokenizer: Any) -> tuple[Any, ...]:
     return pytest.approx(mean, rel=1e-4), pytest.approx(math.exp(mean), rel=1e-3), right / learned
 
 
+@pytest.mark.slow
 def test_a_base_without_a_template_is_trained_and_read_by_others(place: Path) -> None:
     run, printed = trained(place, 1, "data.chat_template=llama3")
     tokenizer = AutoTokenizer.from_pretrained(run / "lora")

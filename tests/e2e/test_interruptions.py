@@ -51,9 +51,8 @@ def require_equal(run_dir: Path, straight: Path) -> None:
     assert not list(run_dir.glob("**/*.tmp"))
 
 
-@pytest.mark.parametrize(
-    "case", (*FIRST_CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in WRITING_CASES)), ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", (*FIRST_CASES, *WRITING_CASES), ids=str)
 def test_a_stop_a_kill_and_two_resumes_equal_one_run(
     case: Case, start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:

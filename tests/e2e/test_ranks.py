@@ -15,6 +15,8 @@ from PIL import Image
 
 from tests.contract.real_shaped import settings, short_chats
 from tests.contract.runs import (
+    ALIKE,
+    COUSINS,
     LORA_CASES,
     STEPS,
     Case,
@@ -26,6 +28,7 @@ from tests.contract.runs import (
     numbers,
     products,
     steps_saved,
+    without,
 )
 from tests.contract.test_divergence import late_record, poison
 from tests.contract.test_resumes import flip
@@ -99,9 +102,7 @@ SHARDED = (TWO, "parallel.shard=full")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [FIRST, *(pytest.param(case, marks=pytest.mark.slow) for case in LORA_CASES[1:])], ids=str
-)
+@pytest.mark.parametrize("case", without(LORA_CASES, ALIKE, COUSINS), ids=str)
 def test_a_base_over_two_ranks_gives_the_bits_of_a_whole_one(
     case: Case, start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
@@ -482,7 +483,7 @@ def test_few_samples_of_two_shapes_are_shared_as_one_process_takes_them(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", LORA_CASES, ids=str)
+@pytest.mark.parametrize("case", without(LORA_CASES, ALIKE), ids=str)
 def test_one_two_and_four_ranks_are_equal_on_a_set_of_real_shape(
     case: Case, start: Start, tmp_path: Path
 ) -> None:

@@ -326,6 +326,7 @@ def test_a_kernel_that_takes_its_process_with_it(flash_attn: Callable[..., Kerne
     assert "crashed with SIGABRT" in found.reason
 
 
+@pytest.mark.slow
 def test_a_kernel_with_a_wrong_gradient(flash_attn: Callable[..., KernelVerdict]) -> None:
     found = flash_attn("    k.register_hook(lambda gradient: gradient * 1.1)\n" + RIGHT)
     assert not found.works
@@ -333,6 +334,7 @@ def test_a_kernel_with_a_wrong_gradient(flash_attn: Callable[..., KernelVerdict]
     assert "(gradient of the key), allowed 0.02" in found.reason
 
 
+@pytest.mark.slow
 def test_a_kernel_that_no_compiler_traces(flash_attn: Callable[..., KernelVerdict]) -> None:
     found = flash_attn("    torch._dynamo.graph_break()\n" + RIGHT)
     assert not found.works
@@ -350,6 +352,7 @@ def test_torchs_own_kernel_and_a_matmul_in_their_processes() -> None:
     assert all(one.relative_error is not None and 0 < one.relative_error < 0.02 for one in found)
 
 
+@pytest.mark.slow
 def test_fp16_is_measured_as_fp16() -> None:
     variables = {**environment.snapshot(), "OMP_NUM_THREADS": "1"}
     (found,) = probe.probe(["attention.math"], SHAPE, "fp16", variables, device="cpu").verdicts

@@ -63,7 +63,7 @@ def resized(made: Case, size: int) -> Case:
     return with_inputs("flux1_dev", made.model, size)
 
 
-@pytest.mark.parametrize("storage", ["plain", "fp8_two_copies"])
+@pytest.mark.parametrize("storage", ["plain", pytest.param("fp8_two_copies", marks=pytest.mark.slow)])
 def test_compiled_blocks_compute_what_eager_ones_do(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.ranks import Workers, workers
+from tests.ranks import Workers
 from trainer.engine.ranks import Ranks
 from trainer.modeling.storage.fp8_trained import Fp8TrainedLinear
 from trainer.modeling.storage.trained_rows import Fp8RowsLinear, OwnRows, Root, in_rows, own_rows
 
 IN, OUT, TOKENS = 32, 48, 5
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Workers]:
-    with workers() as made:
-        yield made
 
 
 def linear(seed: int = 0) -> torch.nn.Linear:
