@@ -78,7 +78,7 @@ _PEER_COPY_BYTES = 370e9
 """Copies from another GPU's memory over NVLink, in bytes a second, measured on two H200."""
 _SHOWN_OF_GATHERING = 1.17
 """Time that gathering weights in rows and summing their gradients adds to a micro-batch, as a share of what
-the bytes take at the probe's rate: FLUX.1-dev in bf16 on two H200.
+the bytes take at the probe's rate: a full fine-tune in bf16 on two H200 (docs/benchmarks.md).
 """
 _SLOWED_BY_COPIES = 0.27
 """Share of the time of such copies by which the work beside them takes longer, measured there too: 0.25 and
