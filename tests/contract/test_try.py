@@ -11,14 +11,21 @@ import pytest
 
 from tests.contract.conftest import Finished
 from tests.contract.loaders import lora_file
-from tests.contract.runs import CASES, LORA_CASES, Case, draws
+from tests.contract.runs import CASES, CPU_FACTS, LORA_CASES, ROOT, Case, draws
 from tests.contract.test_sample import with_controls
+from tests.e2e.conftest import PATIENCE_SECONDS
 from trainer.config.reading.load import Loaded
 from trainer.engine import run
 from trainer.engine.results.pictures import read_png
 from trainer.errors import DataError
+from trainer.families.loading import load_config
+from trainer.machine.reading import read_recorded
+from trainer.queue.adding import try_request
+from trainer.queue.launcher import State
+from trainer.queue.local import Local
 from trainer.telemetry.run_folder import tries
 from trainer.telemetry.run_folder.tries import Try
+from trainer.telemetry.rundir import CONFIG_FILE
 
 FOLDERS = ("lora", "checkpoints/step-000005/lora")
 ONE = Try(
@@ -85,6 +92,38 @@ def test_a_negative_prompt_counts(finished: Callable[[Case], Finished], tmp_path
     with_one = drawn(done, tmp_path / "cats", negative)
     assert all(a != b for a, b in zip(with_one, drawn(done, tmp_path / "cats", one), strict=True))
     assert read_png(tmp_path / "cats/tries/1/0/00.png")[1]["negative_prompt"] == "blue"
+
+
+@pytest.mark.slow
+def test_the_queue_draws_the_same(
+    finished: Callable[[Case], Finished], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = finished(CASES[0])
+    one = dataclasses.replace(ONE, loras=(f"lora/{lora_file(done).name}",), strength=0.8)
+    run_folder = tmp_path / "--run of $(cats)"
+    shutil.copytree(done.folder, run_folder)
+    place = run_folder / "tries/1"
+    place.mkdir(parents=True)
+    (place / tries.RECORD).write_text(tries.to_json(one))
+    for name, value in {
+        "PYTHONPATH": ROOT,
+        "TRAINER_CACHE_DIR": tmp_path,
+        "TRAINER_FACTS": CPU_FACTS,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    loaded = load_config([run_folder / CONFIG_FILE], output=run_folder, environ={})
+    queue = Local(folder=tmp_path / "queue", gpus=tuple)
+    queue.submit([try_request(loaded, one, place, read_recorded(CPU_FACTS), (), name="try")])
+    queue.start_due()
+    (watcher,) = queue.children
+    try:
+        watcher.wait(PATIENCE_SECONDS)
+    finally:
+        watcher.terminate()
+        watcher.wait()
+    assert queue.state("1").state is State.FINISHED, queue.log("1")
+    found = [tries.picture(place, column, row).read_bytes() for column in range(2) for row in range(2)]
+    assert found == drawn(done, tmp_path / "cats", one)
 
 
 def test_a_record_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:

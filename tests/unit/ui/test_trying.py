@@ -92,6 +92,7 @@ def test_the_form_has_the_runs_own_values_and_its_files(studio: Studio, run: Pat
     [
         ({"prompts": " \n "}, "Prompts"),
         ({"prompts": "a\nb\nc\nd\ne"}, "Prompts"),
+        ({"prompts": "a" * 10_001}, "Prompts"),
         ({"loras": ()}, "LoRA files"),
         ({"loras": tuple("abcde")}, "LoRA files"),
         ({"strength": "1.51"}, "Strength"),
@@ -259,6 +260,7 @@ def test_what_cannot_be_tried_is_said(client: TestClient, studio: Studio) -> Non
     folder = made.make_run(studio.runs / "cats")
     page = client.get(f"/try?run={identifier(studio.runs, folder)}").text
     assert "family" in page and "/start" not in page, "its configuration is of no family that is known"
+    assert client.post(f"{page_of(studio, folder)}/start", data={"prompts": "a"}).status_code == 422
     assert client.get("/try?run=none").status_code == 404
 
 

@@ -22,8 +22,10 @@ FOLDER = "tries"
 RECORD = "try.json"
 MOST_PROMPTS = MOST_LORAS = 4
 MOST_STRENGTH = 1.5
+MOST_CHARACTERS = 10_000
+"""Longest text of a prompt."""
 _MOST_BYTES = 1 << 20
-_Text = Annotated[str, Field(max_length=10_000)]
+_Text = Annotated[str, Field(max_length=MOST_CHARACTERS)]
 
 
 @with_config(ConfigDict(extra="forbid"))

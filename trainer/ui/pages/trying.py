@@ -82,14 +82,16 @@ def _typed(form: FormData) -> Typed:
     )
 
 
-def _form(request: Request, studio: Studio, view: ChoiceView, problems: Sequence[Problem] = ()) -> Response:
-    """The page with the form, and what is wrong with what was sent."""
+def _form(
+    request: Request, studio: Studio, view: ChoiceView, problems: Sequence[Problem] | None = None
+) -> Response:
+    """The page with the form, and what is wrong with what was sent, where something was."""
     return render(
         request,
         "try_form.html",
-        status_code=422 if problems else 200,
+        status_code=200 if problems is None else 422,
         view=view,
-        problems=problems,
+        problems=problems or (),
         tries=tries_of(studio, view.id) if view.id else (),
         limits=tries,
     )

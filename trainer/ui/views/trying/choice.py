@@ -14,7 +14,7 @@ from trainer.families.loading import load_config
 from trainer.families.lora_file import require_family
 from trainer.telemetry.run_folder import results
 from trainer.telemetry.run_folder.process import working_folder
-from trainer.telemetry.run_folder.tries import MOST_LORAS, MOST_PROMPTS, MOST_STRENGTH, Try
+from trainer.telemetry.run_folder.tries import MOST_CHARACTERS, MOST_LORAS, MOST_PROMPTS, MOST_STRENGTH, Try
 from trainer.telemetry.rundir import CONFIG_FILE
 from trainer.ui.opened import open_below
 from trainer.ui.studio import Studio, found_by_id, identifier
@@ -131,7 +131,7 @@ def time_of(folder: Path, path: Path) -> str:
     """The time of a LoRA file in its run, in words."""
     first, *rest = path.relative_to(folder).parts
     if first == "checkpoints":
-        return f"step {int(rest[0].removeprefix('step-'))}"
+        return f"step {''.join(rest[:1]).removeprefix('step-').lstrip('0')}"
     return "final" if first == results.LORA_FOLDER else "best"
 
 
@@ -157,6 +157,9 @@ def asked(studio: Studio, view: ChoiceView) -> Try:
     problems = list(view.problems)
     prompts = [line.strip() for line in typed.prompts.splitlines() if line.strip()]
     _count(problems, "Prompts", len(prompts), MOST_PROMPTS, "write one a line")
+    if any(len(text) > MOST_CHARACTERS for text in (*prompts, typed.negative_prompt)):
+        remedy = f"write {MOST_CHARACTERS:,} characters at most"
+        problems.append(Problem(what="a text is too long", where="Prompts", remedy=remedy))
     _count(problems, "LoRA files", len(typed.loras), MOST_LORAS, "mark those that are drawn")
     numbers = {
         key: _number(problems, label, vars(typed)[key].strip() or vars(view.below)[key], least, most)
