@@ -18,6 +18,7 @@ from tests.unit.ui import made
 from trainer.errors import Problem
 from trainer.queue.launcher import CPU, Request
 from trainer.queue.local import Local
+from trainer.telemetry.run_folder.tries import Try
 from trainer.ui.studio import identifier
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -157,6 +158,7 @@ class Full:
         return f"/runs/{identifier(self.studio.runs, self.folders[name])}"
 
 
+LORA_OF_STEP = "checkpoints/step-000100/lora/cyanotype-step-000100.safetensors"
 PROMPTS = (
     "owl, cyanotype style",
     "tulip, cyanotype style",
@@ -188,6 +190,9 @@ def full(tmp_path_factory: pytest.TempPathFactory, start: Callable[..., Running]
     for name in ("cyanotype", "watercolour"):
         made.checkpoint(folders[name], 100)
     made.result(folders["cyanotype"])
+    one = Try(prompts=PROMPTS, loras=("lora/cyanotype.safetensors", LORA_OF_STEP), resolution=192, seed=1)
+    made.tried(folders["cyanotype"], 1, one, [*drawn(0.2), *drawn(1.0), *drawn(0.6)])
+    wait = made.tried(folders["cyanotype"], 2, one)
     made.ended(folders["cyanotype"], 0)
     made.ended(folders["watercolour"], 75)
     made.log(folders["line-art"], "error", "CUDA out of memory: 23.1 GiB are needed, 22.3 GiB are there")
@@ -204,6 +209,8 @@ def full(tmp_path_factory: pytest.TempPathFactory, start: Callable[..., Running]
             config="{}", name=name, group="cats", run=runs / name, working_folder=root, gpus=(CPU,)
         )
         local.submit([wanted])
+    name, rest = "cyanotype-try-2", {"working_folder": root, "gpus": (CPU,), "pictures": one.pictures}
+    local.submit([Request(config="{}", name=name, run=wait, **rest)])
     local.hold("2")
     with made.running(folders["portraits"], runtime, step=182, steps=300):
         yield Full(studio=start(root), folders=folders, runtime=runtime)

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import BrowserContext, Page
 
-from tests.browser.conftest import ROOT, Full, Running, Watched, logged_in, until
+from tests.browser.conftest import PROMPTS, ROOT, Full, Running, Watched, logged_in, until
 from tests.unit.ui import made
 from trainer.telemetry import control
 from trainer.telemetry.control import Order
@@ -45,6 +45,10 @@ def pages(full: Full) -> dict[str, str]:
         "not-found": "/runs/none",
         "compare-choice": "/compare",
         "compare": f"/compare?{'&'.join(f'run={full.page_of(name)[6:]}' for name in full.folders)}&step=200",
+        "try-choice": f"/try?run={full.page_of('cyanotype')[6:]}",
+        "try": f"/try/{full.page_of('cyanotype')[6:]}/1",
+        "try-waiting": f"/try/{full.page_of('cyanotype')[6:]}/2",
+        "try-none": f"/try?run={full.page_of('portraits')[6:]}",
         "new": "/new",
         "data-sets": "/data",
         "settings": "/settings",
@@ -215,6 +219,32 @@ def test_without_scripts_one_can_look_and_stop(new_context: NewContext, full: Fu
     page.goto(full.studio.url)
     page.get_by_role("button", name="Dark").click()
     page.locator("html[data-theme=dark]").wait_for(timeout=_WAIT_MS)
+
+
+def test_a_slider_wipes_between_without_and_with(
+    new_context: NewContext, full: Full, watched: Watched
+) -> None:
+    """And without scripts both pictures are there, and a form that is wrong is told."""
+    watched.allowed += ["status of 422"]
+    paths = pages(full)
+    page = logged_in(new_context(), full.studio)
+    page.goto(full.studio.url + paths["try"])
+    page.get_by_role("link", name=f"{PROMPTS[1]}, step 100: show it large").click()
+    page.get_by_role("heading", name=PROMPTS[1], exact=True).wait_for(timeout=_WAIT_MS)
+    page.get_by_role("slider").fill("30")
+    shown = "getComputedStyle(document.querySelector('.over img')).clipPath"
+    assert page.evaluate(shown) == "inset(0px 0px 0px 30%)"
+    page = new_context(java_script_enabled=False).new_page()
+    page.goto(full.studio.url + "/login")
+    page.get_by_label("Token").fill((full.studio.runs / ".studio/token").read_text().strip())
+    page.get_by_role("button", name="Open the studio").click()
+    page.goto(full.studio.url + paths["try"])
+    assert page.locator(".viewer figure:visible").count() == 2 and not page.get_by_role("slider").count()
+    page.goto(full.studio.url + paths["try-choice"])
+    page.get_by_label("Prompts").fill("my own owl")
+    page.get_by_role("button", name="Draw").click()
+    page.get_by_text("cannot be read as safetensors").wait_for(timeout=_WAIT_MS)
+    assert page.get_by_label("Prompts").input_value() == "my own owl"
 
 
 def test_keys_lead_through_the_runs(new_context: NewContext, full: Full) -> None:

@@ -26,6 +26,9 @@ _FILE, _FOLDER = LoraFile(), GivenPath(exists=True, file_okay=False)
 @click.option("--model", "model", type=_FOLDER, help="A full fine-tune: its run's folder, or model/ in it.")
 @click.option("--before-after", is_flag=True, help="Draw each prompt with the base model alone too.")
 @click.option("--prompt", "prompts", multiple=True, help="Text to draw; the configuration's when not given.")
+@click.option(
+    "--try", "folder", type=_FOLDER, help="Draw what its try.json says, into this folder, and no more."
+)
 @click.option("--picture", type=GivenPath(), default=Path("sample.png"), show_default=True)
 def sample(
     layers: Layers,
@@ -33,6 +36,7 @@ def sample(
     model: Path | None,
     before_after: bool,
     prompts: tuple[str, ...],
+    folder: Path | None,
     picture: Path,
 ) -> int:
     """Draw prompts with the base model and a LoRA, or a full fine-tune, through the family's own pipeline.
@@ -42,12 +46,15 @@ def sample(
       trainer sample my.yaml --lora my-lora.safetensors --before-after
       trainer sample my.yaml --model runs/my-model --before-after
       trainer sample my.yaml --prompt "a red apple" --prompt "a dog" --picture base.png
+      trainer sample runs/my-lora/config.resolved.yaml --try runs/my-lora/tries/1
     """
     from trainer.cli.jobs import run_job
     from trainer.cli.measure import planned
     from trainer.config.schema import changed
     from trainer.engine.spec import Job
 
+    if folder is not None:
+        return _draw_try(layers, folder.resolve(), alone=not (lora or model or before_after or prompts))
     loaded = _for_one_process(layers.load())
     if not all(prompt.strip() for prompt in prompts):
         raise ConfigError("an empty prompt", where="--prompt", remedy="write what to draw")
@@ -55,13 +62,7 @@ def sample(
         loaded = dataclasses.replace(loaded, config=changed(loaded.config, {"validation.prompts": prompts}))
     if not loaded.config.validation.prompts:
         raise ConfigError("nothing to draw", where="validation.prompts", remedy="give --prompt TEXT")
-    if before_after and lora is None and model is None:
-        what = "there is no after without a LoRA or a model"
-        raise ConfigError(what, where="--before-after", remedy="give --lora FILE, or --model FOLDER")
-    if lora is not None and model is not None:
-        what = "a LoRA belongs to the base model, and this is another one"
-        remedy = "name one of both; a LoRA over a full fine-tune wants that as its base model"
-        raise ConfigError(what, where="--model", remedy=remedy)
+    _require_one(lora, model, before_after)
     require_picture(picture, "--picture")
     if lora is not None:
         _require_family(lora, loaded.config.family)
@@ -75,6 +76,34 @@ def sample(
         before_after=before_after,
     )
     return run_job(loaded, *planned(loaded, probe=False), job)
+
+
+def _require_one(lora: Path | None, model: Path | None, before_after: bool) -> None:
+    """Raise ConfigError unless a LoRA, a model or neither is drawn; before and after need one."""
+    if before_after and lora is None and model is None:
+        what = "there is no after without a LoRA or a model"
+        raise ConfigError(what, where="--before-after", remedy="give --lora FILE, or --model FOLDER")
+    if lora is not None and model is not None:
+        what = "a LoRA belongs to the base model, and this is another one"
+        remedy = "name one of both; a LoRA over a full fine-tune wants that as its base model"
+        raise ConfigError(what, where="--model", remedy=remedy)
+
+
+def _draw_try(layers: Layers, folder: Path, *, alone: bool) -> int:
+    """Draw the pictures of a try into its folder; `alone`: no other option says what to draw."""
+    from trainer.cli.jobs import run_job
+    from trainer.cli.measure import planned
+    from trainer.engine.spec import Job
+    from trainer.telemetry.run_folder import tries
+
+    if not alone:
+        remedy = "leave --lora, --model, --before-after and --prompt out, or --try"
+        raise ConfigError("its try.json says what to draw", where=f"--try {folder}", remedy=remedy)
+    one, loaded = tries.read_record(folder), layers.load(variables=False)
+    for name in one.loras:
+        _require_family(tries.run_of(folder) / name, loaded.config.family)
+    loaded = tries.with_try(loaded, one)
+    return run_job(loaded, *planned(loaded, probe=False), Job(mode="sample", try_folder=str(folder)))
 
 
 @shown_below_options
@@ -134,23 +163,13 @@ def _model_in(folder: Path, family_name: str) -> Path:
 
 
 def _require_family(file: Path, family: str) -> None:
-    """Raise DataError where a LoRA file says that it is of a family whose model has other blocks.
-
-    Runs before anything is downloaded. Families with the same blocks take each other's files, such as a model
-    of images and the one that edits them; files of other trainers do not name their family.
+    """Raise DataError where a LoRA file says that it is of a family whose model has other blocks, before
+    anything is downloaded.
     """
-    from safetensors import SafetensorError, safe_open
-
-    from trainer import families
+    from trainer.families.lora_file import require_family
 
     try:
-        with safe_open(file, framework="np") as opened:
-            said = (opened.metadata() or {}).get("family", family)
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"cannot be read as safetensors ({error})", where=str(file)) from error
-    if said in families.names() and families.get(said).blocks != families.get(family).blocks:
-        raise DataError(
-            f"it says that it is a LoRA of {said}, and the configuration is of {family}",
-            where=str(file),
-            remedy=f"give a configuration with family: {said}",
-        )
+        with file.open("rb") as opened:
+            require_family(opened, str(file), family)
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=str(file)) from error

@@ -33,6 +33,7 @@ from trainer.engine.results.full import export_full, prove_full
 from trainer.engine.results.pictures import before_after, row, shown, write_png
 from trainer.engine.spec import Spec
 from trainer.engine.training import loop, orders, rounds, state
+from trainer.engine.training.drawing import draw_try
 from trainer.engine.training.epochs import with_steps
 from trainer.engine.training.feed import varies
 from trainer.engine.training.graphs import Graphs
@@ -302,7 +303,12 @@ def _finish_full(context: Context, built: Built, before: list[torch.Tensor]) -> 
 
 
 def sample_once(context: Context, spec: Spec) -> None:
-    """Draw prompts with the base model and a LoRA file, or a full fine-tune's model, into one PNG."""
+    """Draw prompts with the base model and a LoRA file, or a full fine-tune's model, into one PNG; or a try
+    into its folder.
+    """
+    if spec.try_folder:
+        draw_try(context, Path(spec.try_folder))
+        return
     apply_backend_settings(context)
     entries = list_entries(context, (), prompt_controls(context.family, context.config, ()))
     fill_cache(context, entries)

@@ -26,6 +26,8 @@ class Job:
     output_file: str = ""
     before_after: bool = False
     """Draw the base model's pictures above the others, for `sample`."""
+    try_folder: str = ""
+    """Folder of a try, for `sample`: its record says what else is drawn, and its pictures go there."""
     verify: bool = False
     """Compare entries with their checksums, for `cache`."""
     import_folder: str = ""

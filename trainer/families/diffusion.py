@@ -150,7 +150,8 @@ def encode_with_controls(
 def functions(pipeline: Pipeline) -> dict[str, Any]:
     """The fields of `Family` that depend on its pipeline alone: a variant of another one replaces all."""
     shared = (load_encoders, encode_text, synthetic_batch, preview, save_adapter, attention_shape)
-    return {one.__name__: functools.partial(one, pipeline) for one in shared}
+    made: dict[str, Any] = {one.__name__: functools.partial(one, pipeline) for one in shared}
+    return {**made, "takes_negative": pipeline.against_empty}
 
 
 def vae_shape(config: Mapping[str, Any]) -> tuple[int, int]:

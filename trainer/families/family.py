@@ -96,6 +96,8 @@ class Family:
     """Least and most control images of a sample; (0, 0) for text to image."""
     text_sees_controls: bool = False
     """Whether the text encoder sees the control images: then captions are encoded once per sample."""
+    takes_negative: bool = False
+    """Whether previews are guided away from the empty caption, which a negative prompt may replace."""
     max_sequence_length: int
     """Most text tokens that the family's model takes."""
     caption: str | None = None

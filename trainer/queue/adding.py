@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer import families
 from trainer.config.launchers import KEY
 from trainer.config.reading.load import Loaded
 from trainer.config.writing.dump import dump
@@ -19,6 +20,7 @@ from trainer.planning.epochs import with_epochs
 from trainer.planning.kept_decisions import continued
 from trainer.planning.planning import plan_run, requested_profile
 from trainer.queue.launcher import CPU, Request
+from trainer.telemetry.run_folder.tries import Try, with_try
 
 
 def request(
@@ -39,13 +41,7 @@ def request(
     ConfigError for GPUs that are not there, DataError for samples.
     """
     asked = loaded.config.parallel.gpus
-    gpus = tuple(_uuid(word, known) for word in on)
-    if not on and (requested_profile() == CPU or not (known or facts.gpus)):
-        gpus = (CPU,)
-    elif not (on or known):
-        what = "the driver shows GPUs, and NVML, which tells who uses them, does not answer"
-        remedy = "containers have it with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
-        raise HardwareError(what, where="GPUs", remedy=remedy)
+    gpus = tuple(_uuid(word, known) for word in on) or _any(facts, known)
     count = len(gpus) or (1 if asked == "auto" else asked)
     if CPU in gpus[1:] or len(set(gpus)) < len(gpus):
         raise ConfigError("name different GPUs, or `cpu` alone", where="--on", remedy="--on 0,1")
@@ -66,6 +62,42 @@ def request(
     )
 
 
+def try_request(
+    loaded: Loaded, one: Try, folder: Path, facts: Facts, known: Sequence[GpuUse], *, name: str
+) -> Request:
+    """The job that draws a try into `folder` by a run's configuration; on any GPU, or the CPU.
+
+    Plans the drawing as if nothing else ran, and raises as `request` does; ConfigError where the run cannot
+    be drawn so.
+    """
+    family, drawn = families.get(loaded.config.family), with_try(loaded, one)
+    if family.control_counts[0] and not drawn.config.validation.control_images:
+        what = f"{family.title} edits pictures, and the run names none"
+        remedy = "`trainer sample` draws with validation.control_images, one for each prompt"
+        raise ConfigError(what, where="validation.control_images", remedy=remedy)
+    gpus = _any(facts, known)
+    plan_run(drawn, _alone(facts, gpus, 1), requested_profile())
+    return Request(
+        config=dump(loaded.config, loaded.sources),
+        name=name,
+        run=folder,
+        working_folder=Path.cwd(),
+        gpus=gpus,
+        pictures=one.pictures,
+    )
+
+
+def _any(facts: Facts, known: Sequence[GpuUse]) -> tuple[str, ...]:
+    """The CPU where nothing else computes here; none for any GPU. Raises HardwareError without NVML."""
+    if requested_profile() == CPU or not (known or facts.gpus):
+        return (CPU,)
+    if not known:
+        what = "the driver shows GPUs, and NVML, which tells who uses them, does not answer"
+        remedy = "containers have it with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        raise HardwareError(what, where="GPUs", remedy=remedy)
+    return ()
+
+
 def _uuid(word: str, known: Sequence[GpuUse]) -> str:
     if word == CPU:
         return CPU
@@ -79,6 +111,15 @@ def _uuid(word: str, known: Sequence[GpuUse]) -> str:
 
 def _seconds(loaded: Loaded, facts: Facts, gpus: Sequence[str], count: int) -> float | None:
     """Time that the run's plan predicts on its GPUs, as if it had the machine for itself."""
+    counted = with_epochs(continued(loaded))
+    plan = plan_run(counted, _alone(facts, gpus, count), requested_profile())
+    known_length = counted.config.train.num_train_epochs is None or counted.config != loaded.config
+    step = plan.step_seconds if known_length else None
+    return None if step is None else counted.config.train.max_train_steps * step
+
+
+def _alone(facts: Facts, gpus: Sequence[str], count: int) -> Facts:
+    """The machine with its memory free, and with these GPUs, or any so many, alone."""
     memory = dataclasses.replace(facts.memory, available_bytes=facts.memory.total_bytes)
     alone = dataclasses.replace(facts.idle(), memory=memory)
     if gpus == (CPU,):
@@ -86,8 +127,4 @@ def _seconds(loaded: Loaded, facts: Facts, gpus: Sequence[str], count: int) -> f
     elif alone.gpus:
         order = visible_uuids() if gpus else ()
         alone = alone.on([order.index(uuid) for uuid in gpus if uuid in order] or alone.kinds[0][:count])
-    counted = with_epochs(continued(loaded))
-    plan = plan_run(counted, alone, requested_profile())
-    known_length = counted.config.train.num_train_epochs is None or counted.config != loaded.config
-    step = plan.step_seconds if known_length else None
-    return None if step is None else counted.config.train.max_train_steps * step
+    return alone

@@ -12,6 +12,8 @@ from trainer.files import atomic
 from trainer.telemetry import locks, status
 
 CONFIG_FILE = "config.yaml"
+PICTURES_FILE = "pictures"
+"""Number of the pictures that a job draws; a job without it trains."""
 OUTPUT_FILE = "output.log"
 """Everything that the job's starts printed."""
 RUNTIME = "runtime"
@@ -29,6 +31,13 @@ def job_folder(folder: Path, job: int) -> Path:
 def numbers(folder: Path) -> list[int]:
     """The numbers of all jobs that have a folder, whether or not the database knows them."""
     return [int(path.name) for path in (folder / "jobs").glob("*") if path.name.isdecimal()]
+
+
+def pictures(folder: Path) -> int | None:
+    """Number of the pictures that a job draws; None for a job that trains. Raises StorageError."""
+    path = folder / PICTURES_FILE
+    with atomic.reading_told(path):
+        return int(path.read_text()) if path.is_file() else None
 
 
 def gpu_lock(folder: Path, uuid: str) -> Path:

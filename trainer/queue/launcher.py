@@ -45,7 +45,7 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A run that somebody wants."""
+    """A run that somebody wants, or a try of one."""
 
     config: str
     """Its whole configuration as YAML."""
@@ -53,7 +53,7 @@ class Request:
     group: str = ""
     """Common name of jobs that differ in the values of one key; empty for a job of its own."""
     run: Path
-    """Absolute path of its run folder, the configuration's `output_dir`."""
+    """Absolute path of its run folder, the configuration's `output_dir`; of a try that of its own folder."""
     working_folder: Path
     """Folder from which relative paths of the configuration count."""
     gpus: tuple[str, ...] = ()
@@ -62,6 +62,8 @@ class Request:
     """GPUs that it takes."""
     seconds: float | None = None
     """Time that its plan predicts; None where the plan knows none."""
+    pictures: int | None = None
+    """Pictures that a try draws; None for a run that trains."""
     held: bool = False
     """Whether it waits until somebody releases it."""
 

@@ -29,7 +29,7 @@ from trainer.queue.launcher import ALIVE, CPU, ENDED, Request, Seen, State, judg
 from trainer.queue.turns import label, turns
 from trainer.telemetry import locks, rundir
 
-TRAIN = ("-m", "trainer", "train")
+TRAIN, DRAW = ("-m", "trainer", "train"), ("-m", "trainer", "sample")
 
 
 def usable_gpus() -> tuple[GpuUse, ...]:
@@ -56,6 +56,8 @@ class Local:
     machine: Callable[[], Machine] = Machine.here
     command: Sequence[str] = field(default_factory=lambda: python(*TRAIN))
     """Command line to which the path of a job's configuration is added."""
+    drawing: Sequence[str] = field(default_factory=lambda: python(*DRAW))
+    """The same of jobs that draw a try; `--try=FOLDER` follows."""
     children: list[subprocess.Popen[bytes]] = field(default_factory=list, init=False)
     """Watchers that this process started, to be waited for."""
 
@@ -97,6 +99,8 @@ class Local:
         with atomic.no_space_told(folder):
             (folder / jobfiles.RUNTIME).mkdir(parents=True)
         atomic.write_text(folder / jobfiles.CONFIG_FILE, request.config)
+        if request.pictures is not None:
+            atomic.write_text(folder / jobfiles.PICTURES_FILE, str(request.pictures))
         return int(job)
 
     def _require_possible(self, request: Request, known: Sequence[GpuUse]) -> None:
@@ -275,7 +279,8 @@ class Local:
         """
         folder = jobfiles.job_folder(self.folder.absolute(), start.job.id)
         watched = (str(folder), str(start.job.start), str(start.lock), str(start.job.working_folder))
-        command = (*self.command, str(folder / jobfiles.CONFIG_FILE))
+        config, draws = str(folder / jobfiles.CONFIG_FILE), jobfiles.pictures(folder) is not None
+        command = (*self.drawing, config, f"--try={start.job.run}") if draws else (*self.command, config)
         jobfiles.write_began(folder, start.job.start)
         try:
             with (folder / jobfiles.OUTPUT_FILE).open("ab") as output:

@@ -31,10 +31,17 @@ class Entry:
     """Time until a waiting job starts, about; None where nobody knows."""
     why: str = ""
     """Why a waiting job does not start yet; empty where it is about to."""
+    pictures: int | None = None
+    """Pictures that it draws; None where it trains."""
 
     @property
     def note(self) -> str:
-        """The rest of the state in words."""
+        """The job's kind, where it does not train, and the rest of the state in words."""
+        kind = "" if self.pictures is None else f"draws {self.pictures} pictures"
+        return ", ".join(filter(None, (kind, self._rest)))
+
+    @property
+    def _rest(self) -> str:
         if self.seen.state is State.WAITING:
             known = self.why and self.seconds_to_start is not None
             when = f"starts in {about(self.seconds_to_start or 0.0)}" if known else ""
@@ -66,6 +73,7 @@ def overview(queue: Local) -> list[Entry]:
             gpus=_words(job, names),
             why=waits.get(job.id, ""),
             seconds_to_start=due.get(job.id),
+            pictures=_pictures(queue, job),
         )
         for job, seen in jobs
     ]
@@ -101,7 +109,12 @@ def _running(queue: Local, job: Job, seen: Seen, names: Mapping[str, str]) -> En
         step=step,
         total=total,
         seconds_left=left,
+        pictures=_pictures(queue, job),
     )
+
+
+def _pictures(queue: Local, job: Job) -> int | None:
+    return jobfiles.pictures(jobfiles.job_folder(queue.folder, job.id))
 
 
 def _words(job: Job, names: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ from trainer.errors import MEANING, TrainerError
 from trainer.ui.access import Access
 from trainer.ui.guard import Guard
 from trainer.ui.page import STATIC, render
-from trainer.ui.pages import compare, dataset, job, login, new, runs, settings, welcome
+from trainer.ui.pages import compare, dataset, job, login, new, runs, settings, trying, welcome
 from trainer.ui.stream import Seats
 from trainer.ui.studio import Studio, UnknownIdError
 
@@ -28,6 +28,7 @@ PAGES: Sequence[Callable[[Studio], Sequence[BaseRoute]]] = (
     new.routes,
     dataset.routes,
     compare.routes,
+    trying.routes,
     settings.routes,
     welcome.routes,
 )

@@ -28,6 +28,7 @@ NAV = (
     ("/new", "New run", "g n"),
     ("/data", "Data sets", "g d"),
     ("/compare", "Compare", "g c"),
+    ("/try", "Try", "g t"),
     ("/settings", "Settings", "g s"),
 )
 """Path, name and keys of the pages in the bar; those that no route has yet are left out."""

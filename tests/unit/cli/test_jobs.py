@@ -30,6 +30,8 @@ from trainer.machine.facts import Facts
 from trainer.machine.reading import read_recorded
 from trainer.planning.plan import Plan
 from trainer.planning.planning import plan_run
+from trainer.telemetry.run_folder import tries
+from trainer.telemetry.run_folder.tries import Try
 from trainer.telemetry.supervising import supervisor
 
 MACHINE = Path(__file__).parents[2] / "golden" / "machines" / "h200.json"
@@ -228,6 +230,35 @@ def test_a_lora_of_a_family_with_the_same_model_is_tried(
     save_file({"a.lora_B.weight": torch.ones(1)}, "one.safetensors", {"family": "flux1_kontext"})
     assert main(["sample", "c.yaml", "--prompt", "a cat", "--lora", "one.safetensors"]) == 75
     assert any(str(spec["lora_file"]).endswith("one.safetensors") for spec in seen.specs)
+
+
+def test_a_try_says_what_is_drawn(
+    seen: Seen, tiny_flux1_dev: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "run/tries/1"
+    place.mkdir(parents=True)
+    words = ["sample", "c.yaml", "--set", f"model.pretrained_model_name_or_path={tiny_flux1_dev}"]
+    words += ["--try=run/tries/1"]
+    assert main(words) == 65
+    assert "name the folder of a try" in capsys.readouterr().err
+    one = Try(prompts=("--set a=b", "a dog"), loras=("lora/run.safetensors",), seed=5, resolution=96)
+    (place / tries.RECORD).write_text(tries.to_json(one))
+    assert main(words) == 65
+    assert "run.safetensors: cannot be read" in capsys.readouterr().err
+    (tmp_path / "run/lora").mkdir()
+    save_file({"a.lora_B.weight": torch.ones(1)}, "run/lora/run.safetensors", {"family": "llama"})
+    assert main(words) == 65
+    assert "a LoRA of llama" in capsys.readouterr().err
+    save_file({"a.lora_B.weight": torch.ones(1)}, "run/lora/run.safetensors", {"family": "flux1_dev"})
+    for more in (["--prompt", "a"], ["--lora", "run/lora/run.safetensors"], ["--before-after"]):
+        assert main([*words, *more]) == 78
+        assert "its try.json says what to draw" in capsys.readouterr().err
+    assert not seen.specs
+    assert main(words) == 75
+    spec = seen.specs[-1]
+    assert (spec["mode"], spec["try_folder"]) == ("sample", str(place))
+    drawn = spec["config"]["validation"]
+    assert (drawn["prompts"], drawn["seed"], drawn["resolution"]) == (["--set a=b", "a dog"], 5, 96)
 
 
 FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")

@@ -22,6 +22,7 @@ from trainer.queue import jobfiles, local
 from trainer.queue.database import Machine
 from trainer.queue.launcher import CPU, State
 from trainer.queue.local import Local
+from trainer.queue.overview import overview
 from trainer.telemetry import locks
 from trainer.telemetry.locks import is_alive
 from trainer.telemetry.status import Phase, Status, StatusWriter, read_status, write_end
@@ -179,6 +180,22 @@ def test_a_run_that_stops_by_itself_is_held_until_somebody_looks(real: Local) ->
     assert [job.id for job in real.start_due()] == [1]
     wait_for_state(real, "1", State.HELD)
     assert real.log("1") == "up\nup\n"
+
+
+def test_a_try_is_drawn_and_not_trained(real: Local, tmp_path: Path) -> None:
+    """Its folder is a part of one word, however it is called, and its lease is that of any job."""
+    real.drawing = (sys.executable, "-c", "import sys; print(sys.argv[1:], flush=True); sys.exit(65)")
+    real.submit([wanted("--lora=x try 1", (CPU,), root=tmp_path, pictures=4), wanted("cats", (CPU,))])
+    assert [one.note for one in overview(real)] == [
+        "draws 4 pictures",
+        "waits for the CPU, wanted before by --lora=x try 1 (job 1)",
+    ]
+    assert [job.id for job in real.start_due()] == [1]
+    assert "exit code 65" in wait_for_state(real, "1", State.FAILED)
+    config = real.folder / "jobs/1/config.yaml"
+    assert real.log("1") == f"{[str(config), f'--try={tmp_path}/--lora=x try 1']}\n"
+    entry = overview(real)[0]
+    assert (entry.step, entry.note.partition(",")[0]) == (None, "draws 4 pictures")
 
 
 def test_a_watcher_that_never_comes_up_is_not_started_again(

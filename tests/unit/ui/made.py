@@ -14,7 +14,8 @@ from PIL.PngImagePlugin import PngInfo
 
 from trainer.errors import Problem
 from trainer.telemetry import locks
-from trainer.telemetry.run_folder import process
+from trainer.telemetry.run_folder import process, tries
+from trainer.telemetry.run_folder.tries import Try
 from trainer.telemetry.rundir import LOCK_FILE
 from trainer.telemetry.sinks.records import MetricsLog, StepRecord, ValidationRecord
 from trainer.telemetry.status import LOCK_FILE as RUNTIME_LOCK
@@ -127,6 +128,18 @@ def samples(folder: Path, step: int, pictures: Sequence[Image.Image], prompts: S
         texts.add_itxt("prompt", prompt)
         picture.save(inner / f"{number:02d}.png", pnginfo=texts)
     pictures[0].save(inner.with_suffix(".png"))
+
+
+def tried(folder: Path, number: int, one: Try, pictures: Sequence[Image.Image] = ()) -> Path:
+    """A try of a run with its record, and the first of its pictures, column by column; gives its folder."""
+    place = folder / f"tries/{number}"
+    place.mkdir(parents=True)
+    (place / tries.RECORD).write_text(tries.to_json(one))
+    for count, picture in enumerate(pictures):
+        path = tries.picture(place, *divmod(count, len(one.prompts)))
+        path.parent.mkdir(exist_ok=True)
+        picture.save(path)
+    return place
 
 
 def ended(folder: Path, code: int, *, cause: str = "", problems: Sequence[Problem] = ()) -> None:

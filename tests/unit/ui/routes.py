@@ -11,6 +11,7 @@ from starlette.routing import Mount, Route
 
 from tests.unit.ui import made
 from tests.unit.ui.datasets import sets
+from trainer.telemetry.run_folder.tries import Try
 from trainer.ui.studio import Studio, identifier
 
 
@@ -18,6 +19,9 @@ def fill(studio: Studio) -> dict[str, str]:
     """Put a run and a data set into the studio's roots; gives the path parameters that lead to them."""
     folder = made.make_run(studio.runs / "cats", done=20)
     made.samples(folder, 10, [Image.new("RGB", (64, 64), "navy")], ["a cat"])
+    made.tried(
+        folder, 1, Try(prompts=("a cat",), loras=("best/a.safetensors",)), [Image.new("RGB", (64, 64))] * 2
+    )
     place = sets.make(studio, a="a cat")
     sets.looked(place)
     return {
@@ -27,6 +31,9 @@ def fill(studio: Studio) -> dict[str, str]:
         "run": identifier(studio.runs, folder),
         "step": "10",
         "number": "0",
+        "try": "1",
+        "column": "1",
+        "row": "0",
         "file": identifier(folder, folder / "metrics.jsonl"),
     }
 

@@ -120,7 +120,7 @@ class Prompt:
 
     entry: TextEntry
     empty: TextEntry | None
-    """The entry of the empty caption; None where a family has none."""
+    """The entry of the empty caption, or of a negative prompt in its place; None where a family has none."""
     controls: tuple[Control, ...]
 
 
@@ -154,11 +154,16 @@ class Entries:
 
 
 def list_entries(
-    context: Context, records: Sequence[Record], prompt_controls: Sequence[tuple[Control, ...]] = ()
+    context: Context,
+    records: Sequence[Record],
+    prompt_controls: Sequence[tuple[Control, ...]] = (),
+    *,
+    negative_prompt: str = "",
 ) -> Entries:
     """Entries of all samples, the empty caption and the validation prompts.
 
-    `prompt_controls` are the control images of each prompt; none where the family takes none.
+    `prompt_controls` are the control images of each prompt; none where the family takes none. A negative
+    prompt stands in the empty caption's place for what is drawn.
     """
     family, prompts = context.family, context.config.validation.prompts
     text, latents = _parts(context, "text"), _parts(context, "latents")
@@ -173,7 +178,7 @@ def list_entries(
         for caption, own in zip(prompts, prompt_controls or [()] * len(prompts), strict=True):
             views = [ControlView(control=one) for one in (own if sees else ())]
             entry = text_entry(caption, text, views, prompt=not drawn)
-            empty = text_entry("", text, views) if drawn else None
+            empty = text_entry(negative_prompt, text, views) if drawn else None
             listed.append(Prompt(entry=entry, empty=empty, controls=own))
     images = [record for record in records if isinstance(record, ImageRecord)] if drawn else []
     return Entries(

@@ -36,19 +36,28 @@ def draw_previews(run: Run, step: int) -> Path | None:
     context, prompts = run.context, run.context.config.validation.prompts
     if not prompts:
         return None
-    drawn = sample(context, run.built.model, run.entries, context.ranks)
+    drawn: Sequence[Image.Image | str] = sample(context, run.built.model, run.entries, context.ranks)
     path = preview_path(context, step)
     drop_previews_after(context, step - 1)
     images = [pictures.shown(one) for one in drawn]
-    for number, (one, image) in enumerate(zip(drawn, images, strict=True)):
-        target = path.with_suffix("") / f"{number:02d}.png"
-        pictures.write_png(image, target, _drawn_as(context, number, run.entries.prompts[number]))
-        if isinstance(one, str):
-            atomic.write_text(target.with_suffix(".txt"), one + "\n")
+    for number, one in enumerate(drawn):
+        write_drawn(context, run.entries, number, one, path.with_suffix("") / f"{number:02d}.png")
     pictures.write_png(pictures.row(images, [*map(redacted, prompts)], f"step {step}"), path)
     strip = pictures.write_strip(path.parent)
     run.journal.picture("previews", path, step)
     return strip
+
+
+def write_drawn(
+    context: Context, entries: Entries, number: int, drawn: Image.Image | str, target: Path
+) -> None:
+    """Write the picture of the prompt `number` with its settings inside; an answer on a card, and as a text
+    beside it. Raises StorageError.
+    """
+    drawn_as = _drawn_as(context, number, entries.prompts[number])
+    pictures.write_png(pictures.shown(drawn), target, drawn_as)
+    if isinstance(drawn, str):
+        atomic.write_text(target.with_suffix(".txt"), drawn + "\n")
 
 
 def preview_path(context: Context, step: int) -> Path:
@@ -81,6 +90,8 @@ def _drawn_as(context: Context, number: int, prompt: Prompt) -> dict[str, str]:
         values |= {"width": side, "height": side}
     if prompt.controls:
         values["controls"] = " ".join(control.content_sha256 for control in prompt.controls)
+    if prompt.empty is not None and prompt.empty.caption:
+        values["negative_prompt"] = redacted(prompt.empty.caption)
     settings = {name: str(value) for name, value in values.items()}
     return {"prompt": redacted(prompt.entry.caption), **settings}
 

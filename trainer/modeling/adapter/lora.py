@@ -80,6 +80,18 @@ def to_model_type(model: Any) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
+def set_strength(model: torch.nn.Module, strength: float) -> None:
+    """Multiply the adapter's change of each weight, as it was trained, by `strength`; of a DoRA its
+    magnitudes stay, so that 0 is not the base.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            # of each kind of adapter's layer, not of their common class
+            module.set_scale(ADAPTER, strength)  # type: ignore[operator]
+
+
 def remove_lora(model: Any) -> None:
     """Take the adapter off; the two libraries call it differently."""
     from transformers import PreTrainedModel

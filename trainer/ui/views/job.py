@@ -19,6 +19,7 @@ from trainer.ui.opened import tail
 from trainer.ui.studio import Studio, identifier
 from trainer.ui.views.runs import name_of, run_folder
 from trainer.ui.views.state import LOG_FILE, StateView, remedy, state_view
+from trainer.ui.views.trying.choice import lora_files
 from trainer.words.sizes import gib
 
 LEVELS = ("all", "warning", "error")
@@ -134,6 +135,8 @@ class JobView:
     """The reason why it cannot be asked for anything though it runs; None where it can, or does not run."""
     can_be_asked: bool
     can_resume: bool
+    has_lora: bool
+    """Whether it has a LoRA file that can be tried."""
 
     @property
     def percent(self) -> int:
@@ -189,6 +192,7 @@ def job_view(studio: Studio, run_id: str, *, level: str = LEVELS[0]) -> JobView:
         obstacle=obstacle,
         can_be_asked=runs and obstacle is None,
         can_resume=not runs and _can_resume(run),
+        has_lora=bool(lora_files(run.folder)),
     )
 
 

@@ -16,15 +16,17 @@ from trainer.queue.local import users_queue
 from trainer.queue.overview import Entry, overview
 from trainer.queue.scheduler import is_scheduled
 from trainer.telemetry.run_folder.process import working_folder
+from trainer.telemetry.run_folder.tries import run_of
 from trainer.telemetry.rundir import CONFIG_FILE
 from trainer.ui.studio import Studio, UnknownIdError, identifier
 from trainer.ui.views.runs import run_folder
 from trainer.ui.views.state import StateView
 
-_KINDS = {
+KINDS = {
     State.WAITING: "waiting", State.HELD: "paused", State.RUNNING: "running", State.STOPPING: "running",
     State.FINISHED: "good", State.FAILED: "bad", State.LOST: "bad",
 }  # fmt: skip
+"""Icon and colour of each state of a job."""
 
 
 class Act(enum.StrEnum):
@@ -54,8 +56,8 @@ class QueueRow:
     group: str
     state: StateView
     gpus: str
-    run: str
-    """Id of its run; empty where its folder does not lie below the studio's root."""
+    page: str
+    """Path of the page of its run or try; empty where its folder does not lie below the studio's root."""
     acts: tuple[Act, ...]
 
 
@@ -95,11 +97,18 @@ def _row(studio: Studio, entry: Entry, place: int, count: int) -> QueueRow:
         id=job.id,
         name=job.name,
         group=job.group,
-        state=StateView(kind=_KINDS[state], word=state.value, detail=entry.note),
+        state=StateView(kind=KINDS[state], word=state.value, detail=entry.note),
         gpus=entry.gpus,
-        run=identifier(studio.runs, job.run) if below and job.run.is_dir() else "",
+        page=_page(studio, entry) if below and job.run.is_dir() else "",
         acts=_acts(state, first=place == 0, last=place == count - 1),
     )
+
+
+def _page(studio: Studio, entry: Entry) -> str:
+    run = entry.job.run
+    if entry.pictures is None:
+        return f"/runs/{identifier(studio.runs, run)}"
+    return f"/try/{identifier(studio.runs, run_of(run))}/{run.name}"
 
 
 def _acts(state: State, *, first: bool, last: bool) -> tuple[Act, ...]:

@@ -1,0 +1,1 @@
+"""Views of the page where LoRAs are tried."""
