@@ -190,7 +190,8 @@ def full(tmp_path_factory: pytest.TempPathFactory, start: Callable[..., Running]
     for name in ("cyanotype", "watercolour"):
         made.checkpoint(folders[name], 100)
     made.result(folders["cyanotype"])
-    one = Try(prompts=PROMPTS, loras=("lora/cyanotype.safetensors", LORA_OF_STEP), resolution=192, seed=1)
+    files, labels = ("lora/cyanotype.safetensors", LORA_OF_STEP), ("final", "step 100")
+    one = Try(prompts=PROMPTS, loras=files, labels=labels, resolution=192, seed=1)
     made.tried(folders["cyanotype"], 1, one, [*drawn(0.2), *drawn(1.0), *drawn(0.6)])
     wait = made.tried(folders["cyanotype"], 2, one)
     made.ended(folders["cyanotype"], 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -245,6 +246,29 @@ def test_a_slider_wipes_between_without_and_with(
     page.get_by_role("button", name="Draw").click()
     page.get_by_text("cannot be read as safetensors").wait_for(timeout=_WAIT_MS)
     assert page.get_by_label("Prompts").input_value() == "my own owl"
+
+
+def test_a_try_that_is_drawn_leaves_the_slider_as_it_is(new_context: NewContext, full: Full) -> None:
+    place = full.folders["cyanotype"] / "tries/2"
+    try:
+        made.drawn(place, 0, 0, Image.new("RGB", (192, 192), "white"))
+        made.drawn(place, 1, 0, Image.new("RGB", (192, 192), "navy"))
+        page = logged_in(new_context(), full.studio)
+        page.goto(full.studio.url + pages(full)["try-waiting"])
+        page.get_by_role("slider").fill("30")
+        page.get_by_role("slider").focus()
+        page.evaluate("window.before = document.activeElement")
+        made.drawn(place, 2, 0, Image.new("RGB", (192, 192), "blue"))
+        page.get_by_role("link", name=f"{PROMPTS[0]}, step 100: show it large").wait_for(timeout=_WAIT_MS)
+        assert page.evaluate("document.activeElement === before && before.matches('.wiper')")
+        shown = "getComputedStyle(document.querySelector('.over img')).clipPath"
+        assert (page.get_by_role("slider").input_value(), page.evaluate(shown)) == (
+            "30",
+            "inset(0px 0px 0px 30%)",
+        )
+    finally:
+        for column in range(3):
+            shutil.rmtree(place / str(column), ignore_errors=True)
 
 
 def test_keys_lead_through_the_runs(new_context: NewContext, full: Full) -> None:

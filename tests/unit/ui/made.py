@@ -136,10 +136,15 @@ def tried(folder: Path, number: int, one: Try, pictures: Sequence[Image.Image] =
     place.mkdir(parents=True)
     (place / tries.RECORD).write_text(tries.to_json(one))
     for count, picture in enumerate(pictures):
-        path = tries.picture(place, *divmod(count, len(one.prompts)))
-        path.parent.mkdir(exist_ok=True)
-        picture.save(path)
+        drawn(place, *divmod(count, len(one.prompts)), picture)
     return place
+
+
+def drawn(place: Path, column: int, row: int, picture: Image.Image) -> None:
+    """One picture of the try in `place`."""
+    path = tries.picture(place, column, row)
+    path.parent.mkdir(exist_ok=True)
+    picture.save(path)
 
 
 def ended(folder: Path, code: int, *, cause: str = "", problems: Sequence[Problem] = ()) -> None:

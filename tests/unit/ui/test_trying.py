@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import html
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,16 +21,18 @@ from trainer.config import environment
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.files import safetensors
 from trainer.queue import jobfiles
-from trainer.queue.launcher import CPU, State
+from trainer.queue.launcher import CPU, Request, State
 from trainer.queue.local import Local
 from trainer.queue.overview import overview
 from trainer.telemetry.run_folder import tries
 from trainer.telemetry.run_folder.tries import Try
 from trainer.ui.app import create_app
-from trainer.ui.studio import Studio, UnknownIdError, identifier
+from trainer.ui.studio import Studio, identifier
 from trainer.ui.views.queued import queue_view
-from trainer.ui.views.trying.choice import Typed, asked, choice_view
-from trainer.ui.views.trying.drawn import start_try, tries_of, try_view
+from trainer.ui.views.trying import choice, started
+from trainer.ui.views.trying.choice import Typed, asked, choice_view, lora_files
+from trainer.ui.views.trying.drawn import tries_of, try_view
+from trainer.ui.views.trying.started import start_try
 
 STEP = "checkpoints/step-000080/lora/style-step-000080.safetensors"
 HOSTILE = "--lora=/etc/passwd $(touch x); <script>alert(1)</script>"
@@ -83,7 +88,11 @@ def test_the_form_has_the_runs_own_values_and_its_files(studio: Studio, run: Pat
         studio, dataclasses.replace(view, typed=dataclasses.replace(view.typed, prompts=" a \n\nb\n"))
     )
     assert one == Try(
-        prompts=("a", "b"), loras=("lora/style.safetensors",), resolution=128, num_inference_steps=16
+        prompts=("a", "b"),
+        loras=("lora/style.safetensors",),
+        labels=("final",),
+        resolution=128,
+        num_inference_steps=16,
     )
 
 
@@ -100,7 +109,9 @@ def test_the_form_has_the_runs_own_values_and_its_files(studio: Studio, run: Pat
         ({"strength": "nan"}, "Strength"),
         ({"seed": str(2**32)}, "Seed"),
         ({"seed": "1.5"}, "Seed"),
+        ({"loras": ("gone-1234abcd",)}, "LoRA files"),
         ({"resolution": "16"}, "Size"),
+        ({"resolution": "120"}, "Size"),
         ({"num_inference_steps": "0"}, "Steps"),
     ],
 )
@@ -129,7 +140,7 @@ def test_files_that_cannot_be_used_are_refused(studio: Studio, run: Path) -> Non
     with pytest.raises(DataError, match="cannot be read as safetensors"):
         asked(studio, view)
     (run / "lora/style.safetensors").unlink()
-    with pytest.raises(UnknownIdError):
+    with pytest.raises(ConfigError, match="removed meanwhile"):
         asked(studio, view)
     (run / "lora/style.safetensors").symlink_to("/etc/passwd")
     assert [one.name for one in choice_view(studio, identifier(studio.runs, run)).loras] == ["step 80"]
@@ -145,7 +156,8 @@ def test_a_try_is_a_job_whose_words_are_in_a_file(
     ((job, seen),) = queue.jobs()
     assert (job.run, job.gpus, seen.state) == (run / "tries/1", (CPU,), State.WAITING)
     one = tries.read_record(job.run)
-    assert one.prompts == ("an owl", HOSTILE) and one.loras == ("lora/style.safetensors", STEP)
+    assert one.prompts == ("an owl", HOSTILE) and one.labels == ("final", "step 80")
+    assert one.loras == ("tries/1/lora-1/lora.safetensors", "tries/1/lora-2/lora.safetensors")
     assert (one.seed, one.strength, one.resolution) == (7, 0.8, 128)
     folder = jobfiles.job_folder(queue.folder, job.id)
     assert jobfiles.pictures(folder) == one.pictures == 6
@@ -158,7 +170,7 @@ def test_a_try_is_a_job_whose_words_are_in_a_file(
     page = client.get(row.page).text
     assert "waiting" in page and "draws 6 pictures" in page and "Nothing starts what waits" in page
     assert html.escape(HOSTILE, quote=False) in page and HOSTILE not in page
-    assert "hx-get" in page and "not yet" in page
+    assert 'hx-swap="outerMorph"' in page and "not yet" in page, "focus, scroll and a drag stay"
     again = client.post(f"{page_of(studio, run)}/start", data={**form, "strength": "1"})
     assert again.headers["location"] == f"{page_of(studio, run)}/2", (
         "tries of one run wait one behind the other"
@@ -184,6 +196,141 @@ def test_a_run_that_cannot_be_planned_leaves_no_folder(studio: Studio, run: Path
     assert list((run / "tries").iterdir()) == [] and queue.jobs() == []
 
 
+def test_a_size_that_the_family_cannot_draw_names_two_that_it_can(
+    client: TestClient, studio: Studio, run: Path
+) -> None:
+    (problem,) = problems_of(studio, run, resolution="120")
+    assert (problem.what, problem.remedy) == ("120 is no multiple of 16", "write 112 or 128")
+    text = (run / "config.resolved.yaml").read_text()
+    (run / "config.resolved.yaml").write_text(text.replace("resolution: 128", "resolution: 140"))
+    page = client.get("/try").text
+    assert 'min="32" max="4096" step="16" value="128"' in page
+
+
+@pytest.mark.parametrize("is_linked", [True, False])
+def test_a_try_keeps_its_lora_when_the_run_replaces_it(
+    studio: Studio, run: Path, monkeypatch: pytest.MonkeyPatch, is_linked: bool
+) -> None:
+    def refuse(*args: object, **rest: object) -> None:
+        raise PermissionError(1, "no hard links here")
+
+    if not is_linked:
+        monkeypatch.setattr(os, "link", refuse)
+    view, name = choice_view(studio, identifier(studio.runs, run)), identifier(studio.runs, run)
+    both = typed(studio, run, loras=tuple(one.id for one in view.loras))
+    wanted, inode = (run / STEP).read_bytes(), (run / STEP).stat().st_ino
+    start_try(studio, dataclasses.replace(view, typed=both))
+    shutil.rmtree(run / "checkpoints/step-000080")
+    one = tries.read_record(run / "tries/1")
+    kept = run / one.loras[1]
+    assert kept.read_bytes() == wanted and (kept.stat().st_ino == inode) is is_linked
+    assert try_view(studio, name, 1).columns == ("without", "final", "step 80")
+
+
+def test_an_adapters_configuration_lies_beside_it(studio: Studio, run: Path) -> None:
+    view = choice_view(studio, identifier(studio.runs, run), typed(studio, run))
+    view = dataclasses.replace(view, draws=False)
+    with pytest.raises(ConfigError, match="final: it was removed meanwhile"):
+        start_try(studio, view)
+    (run / "lora/adapter_config.json").write_text("{}")
+    start_try(studio, view)
+    names = {path.name for path in (run / "tries/1/lora-1").iterdir()}
+    assert names == {"lora.safetensors", "adapter_config.json"}
+
+
+def test_a_lora_that_cannot_be_kept_is_told_in_the_form(
+    client: TestClient, studio: Studio, run: Path, queue: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **rest: object) -> None:
+        raise OSError(errno.ELOOP, "not today")
+
+    monkeypatch.setattr(os, "link", fail)
+    monkeypatch.setattr(shutil, "copyfileobj", fail)
+    (marked,) = typed(studio, run).loras
+    answer = client.post(f"{page_of(studio, run)}/start", data={"prompts": "my owl", "lora": marked})
+    assert answer.status_code == 422 and "my owl" in answer.text
+    assert "final: it cannot be copied: not today" in answer.text
+    assert list((run / "tries").iterdir()) == [] and queue.jobs() == []
+
+
+def test_a_lora_that_is_gone_keeps_the_form(client: TestClient, studio: Studio, run: Path) -> None:
+    marked = choice_view(studio, identifier(studio.runs, run)).loras[1].id
+    for gone in (run / "checkpoints", run / "lora"):
+        shutil.rmtree(gone)
+        answer = client.post(f"{page_of(studio, run)}/start", data={"prompts": "my owl", "lora": marked})
+        assert answer.status_code == 422 and "my owl" in answer.text
+        assert "it was removed meanwhile" in answer.text and "mark another" in answer.text
+
+
+def test_an_error_of_ours_leaves_no_folder(
+    studio: Studio, run: Path, queue: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **rest: object) -> None:
+        raise AssertionError("ours")
+
+    monkeypatch.setattr(started, "try_request", fail)
+    with pytest.raises(AssertionError, match="ours"):
+        start_try(studio, choice_view(studio, identifier(studio.runs, run), typed(studio, run)))
+    assert list((run / "tries").iterdir()) == [] and queue.jobs() == []
+
+
+def failed(queue: Local) -> None:
+    """The newest job of a queue failed."""
+    job = max((job for job, _ in queue.jobs()), key=lambda job: job.id)
+    folder = jobfiles.job_folder(queue.folder, job.id)
+    jobfiles.write_began(folder, job.start)
+    jobfiles.write_exit(folder, job.start, 71)
+
+
+def test_a_number_that_a_job_has_is_not_given_again(studio: Studio, run: Path, queue: Local) -> None:
+    view = choice_view(studio, identifier(studio.runs, run), typed(studio, run))
+    assert start_try(studio, view) == 1
+    failed(queue)
+    shutil.rmtree(run / "tries/1")
+    assert start_try(studio, view) == 2
+
+
+def test_the_newest_job_of_a_folder_counts(studio: Studio, run: Path, queue: Local, drawn: Path) -> None:
+    tries.picture(drawn, 1, 1).unlink()
+    wanted = Request(config="{}", name="try", run=drawn, working_folder=run, gpus=(CPU,), pictures=4)
+    queue.submit([wanted])
+    failed(queue)
+    assert try_view(studio, identifier(studio.runs, run), 4).state.kind == "bad"
+    queue.submit([wanted])
+    assert try_view(studio, identifier(studio.runs, run), 4).follows
+
+
+def test_the_newest_lora_is_opened(
+    client: TestClient, studio: Studio, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = studio.runs / "another"
+    shutil.copytree(run, other)
+    looked: list[Path] = []
+    monkeypatch.setattr(choice, "lora_files", lambda folder: looked.append(folder) or lora_files(folder))
+    for newest, older in ((run, other), (other, run)):
+        for path in older.rglob("lora"):
+            os.utime(path, (1_000, 1_000))
+        for path in newest.rglob("lora"):
+            os.utime(path, (2_000, 2_000))
+        view = choice_view(studio, "")
+        assert [name for _, name in view.runs] == [newest.name, older.name]
+        assert (view.name, looked) == (newest.name, [newest]), "sizes of other runs are not read"
+        looked.clear()
+
+
+@pytest.mark.parametrize(("method", "remedy"), [("lora", "wait for its end"), ("full", "sample --model")])
+def test_a_run_without_a_lora_is_told(
+    client: TestClient, studio: Studio, run: Path, method: str, remedy: str
+) -> None:
+    other = made.make_run(studio.runs / "without", family="flux1_dev")
+    text = (other / "config.resolved.yaml").read_text()
+    (other / "config.resolved.yaml").write_text(text.replace("method: lora", f"method: {method}"))
+    name = identifier(studio.runs, other)
+    page = client.get(f"/try?run={name}").text
+    assert "this run has no LoRA file" in page and remedy in page and "/start" not in page
+    assert f'<option value="{name}" selected>without' in page, "not another run's name"
+
+
 @pytest.mark.parametrize("is_link", [True, False])
 def test_a_folder_of_tries_that_leads_elsewhere_is_not_written(
     studio: Studio, run: Path, tmp_path: Path, is_link: bool
@@ -203,7 +350,8 @@ def test_a_folder_of_tries_that_leads_elsewhere_is_not_written(
 @pytest.fixture
 def drawn(run: Path) -> Path:
     """A try of two prompts, drawn."""
-    one = Try(prompts=("an owl", "a tulip"), loras=("lora/style.safetensors",), seed=3, strength=0.5)
+    own = "tries/4/lora-1/lora.safetensors"
+    one = Try(prompts=("an owl", "a tulip"), loras=(own,), labels=("final",), seed=3, strength=0.5)
     colours = ("white", "silver", "navy", "blue")
     return made.tried(run, 4, one, [Image.new("RGB", (400, 400), colour) for colour in colours])
 
@@ -227,7 +375,7 @@ def test_a_drawn_try_shows_its_pictures(client: TestClient, studio: Studio, run:
         assert client.get(path + wrong).status_code == 404
     assert client.get(f"{page_of(studio, run)}/5").status_code == 404
     again = client.get(f"/try?run={identifier(studio.runs, run)}&like=4").text
-    assert 'value="0.5"' in again and "an owl\na tulip" in again
+    assert 'value="0.5"' in again and "an owl\na tulip" in again and again.count(" checked") == 1
 
 
 def test_answers_are_shown_as_text(client: TestClient, studio: Studio, run: Path, drawn: Path) -> None:

@@ -36,6 +36,8 @@ class Try:
     prompts: Annotated[tuple[_Text, ...], Field(min_length=1, max_length=MOST_PROMPTS)]
     loras: Annotated[tuple[_Text, ...], Field(min_length=1, max_length=MOST_LORAS)]
     """LoRA files, as paths from the run's folder."""
+    labels: Annotated[tuple[_Text, ...], Field(max_length=MOST_LORAS)] = ()
+    """Times of these files in the run (`final`, `step 250`), one each; empty where nobody noted them."""
     strength: Annotated[float, Field(ge=0, le=MOST_STRENGTH)] = 1.0
     """Factor of the LoRA's change of the weights; 1 is the LoRA as it was trained."""
     seed: Annotated[int, Field(ge=0)] = 0
@@ -83,6 +85,9 @@ def read_try(file: BinaryIO, where: str) -> Try:
     if outside:
         what = f"{outside[0]!r} is no LoRA file inside the run's folder"
         raise DataError(what, where=where, remedy="write paths from there: lora/NAME.safetensors")
+    if found.labels and len(found.labels) != len(found.loras):
+        what = f"{len(found.labels)} labels for {len(found.loras)} LoRA files"
+        raise DataError(what, where=where, remedy="write one for each file, or none")
     return found
 
 

@@ -17,7 +17,8 @@ from trainer.ui.page import part, render
 from trainer.ui.pages.job import SIDES
 from trainer.ui.studio import Studio, UnknownIdError
 from trainer.ui.views.trying.choice import ChoiceView, Typed, choice_view, typed_as
-from trainer.ui.views.trying.drawn import TryView, start_try, tries_of, try_folder, try_of, try_view
+from trainer.ui.views.trying.drawn import TryView, tries_of, try_folder, try_of, try_view
+from trainer.ui.views.trying.started import start_try
 
 _MOST_CHARACTERS = 1 << 16
 """Longest text of a field."""

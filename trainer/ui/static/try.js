@@ -3,23 +3,17 @@
 (() => {
   document.documentElement.classList.add("wipes");
   const state = () => document.querySelector("#try .state")?.textContent.trim();
-  let at = null, said = state();
+  let said = state();
 
-  function wipe(slider) {
-    slider.closest(".viewer").querySelector("[data-wipe]").style.setProperty("--at", `${slider.value}%`);
-  }
-
+  // on the root, which a page that follows leaves as it is
   document.addEventListener("input", (event) => {
-    if (!event.target.matches(".wiper")) return;
-    at = event.target.value;
-    wipe(event.target);
+    if (event.target.matches(".wiper")) document.documentElement.style.setProperty("--at", `${event.target.value}%`);
   });
 
-  // while a try is drawn the page follows: the slider stays where it is, and a new state is said
+  // while a try is drawn the page follows: a new state is said
   new MutationObserver(() => {
-    const slider = document.querySelector(".wiper"), word = state();
-    if (slider && at !== null && slider.value !== at) { slider.value = at; wipe(slider); }
+    const word = state();
     if (word !== said) studio.say(word);
     said = word;
-  }).observe(document.getElementById("content"), { childList: true, subtree: true });
+  }).observe(document.getElementById("content"), { childList: true, subtree: true, characterData: true });
 })();

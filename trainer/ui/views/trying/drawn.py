@@ -1,27 +1,22 @@
-"""Tries of a run: how one is started, how far it is, and its pictures."""
+"""Tries of a run: how far each is, and its pictures."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.errors import ConfigError, DataError, StorageError, TrainerError
-from trainer.files import atomic
-from trainer.planning.planning import machine_facts
-from trainer.queue.adding import try_request
+from trainer.errors import DataError, StorageError
 from trainer.queue.launcher import State
 from trainer.queue.local import users_queue
 from trainer.queue.overview import Entry, overview
 from trainer.queue.scheduler import is_scheduled
 from trainer.telemetry.run_folder import tries
 from trainer.telemetry.run_folder.tries import FOLDER, RECORD, Try
-from trainer.ui.opened import folder_below, open_below, tail
+from trainer.ui.opened import open_below, tail
 from trainer.ui.studio import Studio, UnknownIdError
 from trainer.ui.views.queued import KINDS
 from trainer.ui.views.runs import name_of, run_folder
 from trainer.ui.views.state import StateView
-from trainer.ui.views.trying.choice import ChoiceView, asked, configuration, time_of
 
 _ANSWER_BYTES, _LAST_LINES, _MOST_LISTED = 1 << 16, 20, 24
 
@@ -55,7 +50,7 @@ class TryView:
     number: int
     one: Try
     columns: tuple[str, ...]
-    """Names of the columns: `without`, then each LoRA's time in the run."""
+    """Names of the columns: `without`, then each LoRA's time in the run; its file where nobody noted it."""
     rows: tuple[tuple[Cell, ...], ...]
     """Cells by prompt."""
     state: StateView
@@ -72,47 +67,8 @@ class TryView:
         return any(cell.answer for row in self.rows for cell in row)
 
 
-def start_try(studio: Studio, view: ChoiceView) -> int:
-    """Have the queue draw what the form asks for; the number of the try.
-
-    Raises as `asked` and `try_request` do, ConfigError and StorageError where its folder cannot be made.
-    """
-    one, folder = asked(studio, view), run_folder(studio, view.id)
-    loaded, queue, number = configuration(folder), users_queue(), _new(studio, folder, one)
-    place, name = folder / FOLDER / str(number), f"{folder.name}-try-{number}"
-    try:
-        queue.submit([try_request(loaded, one, place, machine_facts(), queue.gpus(), name=name)])
-    except TrainerError:
-        with folder_below(studio.runs, place / RECORD) as record:
-            record.unlink()
-        with folder_below(studio.runs, place) as empty:
-            empty.rmdir()
-        raise
-    return number
-
-
-def _new(studio: Studio, folder: Path, one: Try) -> int:
-    """Make the folder of a new try with its record, following no link inside the run's; its number."""
-    where = folder / FOLDER
-    try:
-        with atomic.no_space_told(where):
-            with folder_below(studio.runs, where) as real:
-                real.mkdir(exist_ok=True)
-            with folder_below(studio.runs, where / "1") as first:
-                for number in itertools.count(1 + max(_numbers(first.parent), default=0)):
-                    try:
-                        (first.parent / str(number)).mkdir()
-                    except FileExistsError:
-                        continue  # another request's
-                    atomic.write_text(first.parent / str(number) / RECORD, tries.to_json(one))
-                    return number
-    except OSError as error:
-        what, remedy = f"no folder can be made there: {error.strerror}", "move what is in its place"
-        raise ConfigError(what, where=str(where), remedy=remedy) from error
-    raise AssertionError("numbers do not end")
-
-
-def _numbers(folder: Path) -> list[int]:
+def numbers(folder: Path) -> list[int]:
+    """Numbers of the tries in a run's folder of them, damaged ones among them."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return [int(name) for name in names if name.isascii() and name.isdecimal() and len(name) < 10]
 
@@ -120,7 +76,7 @@ def _numbers(folder: Path) -> list[int]:
 def tries_of(studio: Studio, run: str) -> tuple[TryRow, ...]:
     """The last tries of a run, the newest first; damaged ones are left out."""
     folder, found = run_folder(studio, run), []
-    for number in sorted(_numbers(folder / FOLDER), reverse=True)[:_MOST_LISTED]:
+    for number in sorted(numbers(folder / FOLDER), reverse=True)[:_MOST_LISTED]:
         try:
             one = try_of(studio, run, number)
         except (DataError, UnknownIdError):
@@ -150,7 +106,11 @@ def try_view(studio: Studio, run: str, number: int) -> TryView:
         for row in range(len(one.prompts))
     )
     try:
-        entry = next((entry for entry in overview(queue) if entry.job.run == place), None)
+        entry = max(  # an older job drew into a folder that was removed
+            (entry for entry in overview(queue) if entry.job.run == place),
+            key=lambda entry: entry.job.id,
+            default=None,
+        )
         lines = queue.log(str(entry.job.id)).splitlines() if _failed(entry) and entry else []
     except StorageError as error:
         entry, lines = None, [str(error)]
@@ -160,7 +120,7 @@ def try_view(studio: Studio, run: str, number: int) -> TryView:
         name=name_of(studio.runs, folder),
         number=number,
         one=one,
-        columns=("without", *(time_of(folder, folder / name) for name in one.loras)),
+        columns=("without", *(one.labels or one.loras)),
         rows=rows,
         state=state,
         follows=state.kind in ("waiting", "running"),
