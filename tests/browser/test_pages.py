@@ -250,11 +250,12 @@ def test_a_slider_wipes_between_without_and_with(
 
 def test_a_try_that_is_drawn_leaves_the_slider_as_it_is(new_context: NewContext, full: Full) -> None:
     place = full.folders["cyanotype"] / "tries/2"
+    page = logged_in(new_context(), full.studio)
+    page.goto(full.studio.url + pages(full)["try-waiting"])
     try:
         made.drawn(place, 0, 0, Image.new("RGB", (192, 192), "white"))
         made.drawn(place, 1, 0, Image.new("RGB", (192, 192), "navy"))
-        page = logged_in(new_context(), full.studio)
-        page.goto(full.studio.url + pages(full)["try-waiting"])
+        page.get_by_role("slider").wait_for(timeout=_WAIT_MS)
         page.get_by_role("slider").fill("30")
         page.get_by_role("slider").focus()
         page.evaluate("window.before = document.activeElement")

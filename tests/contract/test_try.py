@@ -27,7 +27,8 @@ from trainer.telemetry.run_folder import tries
 from trainer.telemetry.run_folder.tries import Try
 from trainer.telemetry.rundir import CONFIG_FILE
 
-FOLDERS = ("lora", "checkpoints/step-000005/lora")
+OWN = "own/lora-1/lora.safetensors"
+"""A file under the name that the studio gives it."""
 ONE = Try(
     prompts=("an owl", "a red car"),
     loras=("set by each test.safetensors",),
@@ -40,8 +41,10 @@ FIRST = [CASES[0], next(case for case in LORA_CASES if not draws(case.family))]
 
 def drawn(done: Finished, folder: Path, one: Try) -> list[bytes]:
     """The files of a try by the run's LoRA, column by column."""
-    for name in FOLDERS:
-        shutil.copytree(lora_file(done).parent, folder / name, dirs_exist_ok=True)
+    file, own = lora_file(done), folder / OWN
+    shutil.copytree(file.parent, folder / "lora", dirs_exist_ok=True)
+    shutil.copytree(file.parent, own.parent, dirs_exist_ok=True)
+    (own.parent / file.name).replace(own)
     place = folder / "tries" / str(1 + len(list(folder.glob("tries/*"))))
     place.mkdir(parents=True)
     (place / tries.RECORD).write_text(tries.to_json(one))
@@ -62,7 +65,7 @@ def changed(pictures: Sequence[bytes]) -> list[bool]:
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_with_and_without(case: Case, finished: Callable[[Case], Finished], tmp_path: Path) -> None:
     done = finished(case)
-    last, step = (f"{name}/{lora_file(done).name}" for name in FOLDERS)
+    last = f"lora/{lora_file(done).name}"
     one = dataclasses.replace(ONE, loras=(last,))
     if not draws(case.family):
         one = dataclasses.replace(one, resolution=None, num_inference_steps=None)
@@ -71,7 +74,7 @@ def test_with_and_without(case: Case, finished: Callable[[Case], Finished], tmp_
     assert drawn(done, tmp_path / "cats", one) == first, "equal seeds, equal bytes"
     without = drawn(done, tmp_path / "cats", dataclasses.replace(one, strength=0.0))
     assert without == [*first[:2], *first[:2]], "strength 0 is the base"
-    half = drawn(done, tmp_path / "cats", dataclasses.replace(one, strength=0.5, loras=(step, last)))
+    half = drawn(done, tmp_path / "cats", dataclasses.replace(one, strength=0.5, loras=(OWN, last)))
     assert half[:2] == first[:2] and half[2:4] == half[4:], "a column knows nothing of the one before it"
     if draws(case.family):
         assert all(changed(first)) and half[2:4] != first[2:], "half of it is something between"
@@ -131,7 +134,8 @@ def test_a_record_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
         (tmp_path / tries.RECORD).write_text(tries.to_json(dataclasses.replace(ONE, loras=(name,))))
         with pytest.raises(DataError, match="no LoRA file inside"):
             tries.read_record(tmp_path)
-    for wrong in ("", "[]", '{"prompts": [], "loras": ["a.safetensors"]}', '{"prompts": ["a"]}'):
+    labels = '{"prompts": ["a"], "loras": ["a.safetensors"], "labels": ["a", "b"]}'
+    for wrong in ("", "[]", labels, '{"prompts": [], "loras": ["a.safetensors"]}', '{"prompts": ["a"]}'):
         (tmp_path / tries.RECORD).write_text(wrong)
         with pytest.raises(DataError):
             tries.read_record(tmp_path)
