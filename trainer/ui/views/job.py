@@ -97,6 +97,18 @@ class FileView:
 
 
 @dataclass(frozen=True, kw_only=True)
+class More:
+    """A run that has ended, as one that may train on with more steps."""
+
+    steps: int
+    """Optimizer steps that it has without more."""
+    notes: tuple[str, ...]
+    """Everything that more steps change beside its length."""
+    obstacle: Problem | None = None
+    """The reason why it cannot; None where it can."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobView:
     """The page of a run."""
 
@@ -134,6 +146,8 @@ class JobView:
     """The reason why it cannot be asked for anything though it runs; None where it can, or does not run."""
     can_be_asked: bool
     can_resume: bool
+    more: More | None
+    """More steps for it; None where it runs, failed or has not begun."""
 
     @property
     def percent(self) -> int:
@@ -189,6 +203,7 @@ def job_view(studio: Studio, run_id: str, *, level: str = LEVELS[0]) -> JobView:
         obstacle=obstacle,
         can_be_asked=runs and obstacle is None,
         can_resume=not runs and _can_resume(run),
+        more=more_of(run),
     )
 
 
@@ -198,6 +213,34 @@ def _can_resume(run: Run) -> bool:
     """
     unfinished = run.state in (State.RESUMABLE, State.BEGUN)
     return bool(run.config) and (unfinished or (run.end is not None and run.end.exit_code != ExitCode.OK))
+
+
+def more_of(run: Run) -> More | None:
+    """The steps that a run has, to which more can be added; None where it runs, failed or has not begun."""
+    finished = run.state in (State.FINISHED, State.FINISHED_EARLY)
+    stopped = run.state is State.RESUMABLE and (run.end is None or run.end.exit_code == ExitCode.STOPPED)
+    if not run.config or not (finished or stopped):
+        return None
+    newest = max((one.step for one in run.checkpoints), default=0)
+    in_epochs = run.config.get("train.num_train_epochs", "null") != "null"
+    obstacle = None
+    if not newest:
+        obstacle = Problem(what="it has no checkpoint to go on from", remedy="begin a new run like it")
+    elif run.early_stop:
+        remedy = "begin a new run like it, with more of validation.early_stop.patience or without early_stop"
+        obstacle = Problem(what=f"it would end at once, as before: {run.early_stop}", remedy=remedy)
+    elif in_epochs and not finished:
+        what = "its length is written in epochs, which are not trained yet"
+        obstacle = Problem(what=what, remedy="resume it; once it has finished, more steps can be added")
+    scheduler = run.config.get("train.lr_scheduler", "constant")
+    notes = (
+        ("" if scheduler.startswith("constant") else
+         f"Its learning rate ({scheduler}) follows the course of the longer run from there on, on which it is"
+         " higher than at the end of the shorter one."),
+        "Its length was written in epochs, and is a number of steps from there on." if in_epochs else "",
+    )  # fmt: skip
+    steps = newest if in_epochs else max(newest, run.steps or 0)
+    return More(steps=steps, notes=tuple(filter(None, notes)), obstacle=obstacle)
 
 
 def phases(run: Run) -> tuple[PhaseView, ...]:
