@@ -31,7 +31,7 @@ COMMANDS = {
     "overhead": "what a step costs beside its mathematics",
     "converge": "whether faster settings learn what bf16 learns",
     "plan": "how long planning takes",
-    "ui": "how soon the studio starts and paints a change of a form, its memory and its idle time",
+    "ui": "how soon the studio starts and paints, with large folders too, its memory and its idle time",
     "hops": "which functions of the trainer a run enters",
     "trained": "what the optimizer's step and the products of trained weights cost",
     "rows": "which numbers of rows FP8 products are refused for",

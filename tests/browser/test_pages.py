@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import BrowserContext, Page
 
-from tests.browser.conftest import PROMPTS, ROOT, Full, Running, Watched, logged_in, until
+from tests.browser.conftest import PROMPTS, ROOT, Full, Running, Watched, drawn, logged_in, until
 from tests.unit.ui import made
 from trainer.telemetry import control
 from trainer.telemetry.control import Order
@@ -198,6 +198,44 @@ def test_axe_finds_nothing(
     assert not findings(logged_in(new_context(color_scheme=scheme), empty))
 
 
+def test_a_slider_leads_through_the_steps_of_a_prompt(new_context: NewContext, full: Full) -> None:
+    """By keys; a preview that comes meanwhile is its next step."""
+    page = logged_in(new_context(), full.studio)
+    folder, address = full.folders["portraits"], full.page_of("portraits")
+    opened(page, full.studio.url + address)
+    slider, picture, told = (
+        page.get_by_label("Step", exact=True),
+        page.locator(".slide img"),
+        page.locator(".slide output"),
+    )
+
+    def shown(prompt: int, step: int) -> None:
+        until(
+            page, f"document.querySelector('.slide output').textContent === '{PROMPTS[prompt]}, step {step}'"
+        )
+        assert (
+            picture.get_attribute("src") == f"{full.studio.url}{address}/previews/{step}/{prompt}?size=large"
+        )
+        assert picture.get_attribute("alt") == slider.get_attribute("aria-valuetext") == told.inner_text()
+        until(page, "document.querySelector('.slide img').naturalWidth > 0")
+
+    slider.scroll_into_view_if_needed()
+    shown(0, 100)
+    slider.press("Home")
+    shown(0, 0)
+    page.get_by_label("Prompt", exact=True).select_option(PROMPTS[2])
+    shown(2, 0)
+    slider.press("ArrowRight")
+    shown(2, 100)
+    made.samples(folder, 150, drawn(0.8), PROMPTS)
+    page.get_by_role("columnheader", name="Step 150").wait_for(timeout=_WAIT_MS)
+    shown(2, 100)
+    slider.press("End")
+    shown(2, 150)
+    shutil.rmtree(folder / "samples/step-000150")
+    (folder / "samples/step-000150.png").unlink()
+
+
 def test_without_scripts_one_can_look_and_stop(new_context: NewContext, full: Full) -> None:
     """A22; the start is on the page of a new run."""
     page = new_context(java_script_enabled=False).new_page()
@@ -211,6 +249,7 @@ def test_without_scripts_one_can_look_and_stop(new_context: NewContext, full: Fu
     last = read_metrics(full.folders["portraits"] / "metrics.jsonl")[-1]
     assert rows.first.locator("th").inner_text() == str(last["step"])
     page.get_by_text("step 180/300").wait_for(timeout=_WAIT_MS)
+    assert page.locator(".strip img").count() == 2 * len(PROMPTS) and not page.locator(".slide").is_visible()
     page.get_by_role("link", name="Warnings").click()
     page.get_by_text("No line of this level.").wait_for(timeout=_WAIT_MS)
     page.get_by_role("button", name="Stop and save").click()

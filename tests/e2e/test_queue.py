@@ -4,36 +4,47 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.contract.runs import CASES, ROOT, STEPS, Workshop
+from tests.contract.runs import CASES, ROOT, STEPS, Workshop, different, files, numbers, products
 from tests.e2e.conftest import PATIENCE_SECONDS, environment
 from trainer.queue import jobfiles
 from trainer.queue.launcher import State
 from trainer.queue.local import Local
 from trainer.telemetry.status import read_status
+from trainer.ui.studio import Studio, identifier
+from trainer.ui.views.queued import train_on
 
 LORA = CASES[0]
 NOT_THE_JOBS = {"TRAINER__TRAIN__MAX_TRAIN_STEPS": "1", "RANK": "1", "WORLD_SIZE": "2"}
 """Variables of the scheduler that would change a run."""
 
 
-@pytest.mark.slow
-def test_a_group_is_run_in_order(yard: Workshop, tmp_path: Path) -> None:
-    config = yard.write_config(LORA, tmp_path)
-    environ = environment(tmp_path, 0, yard.cache) | {"TRAINER_QUEUE_DIR": str(tmp_path / "queue")}
+def trainer_of(environ: dict[str, str]) -> Callable[..., str]:
+    """The command, which has to end well; gives all that it printed."""
 
     def trainer(*words: str) -> str:
-        command = [sys.executable, "-m", "trainer", "queue", *words]
+        command = [sys.executable, "-m", "trainer", *words]
         ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout + ended.stderr
 
+    return trainer
+
+
+@pytest.mark.slow
+def test_a_group_is_run_in_order(yard: Workshop, tmp_path: Path) -> None:
+    config = yard.write_config(LORA, tmp_path)
+    environ = environment(tmp_path, 0, yard.cache) | {"TRAINER_QUEUE_DIR": str(tmp_path / "queue")}
+    trainer = partial(trainer_of(environ), "queue")
     trainer("add", str(config), "--name", "cats", "--vary", f"train.max_train_steps=100000,{STEPS}")
     config.write_text("edited: later")
     queue = Local(folder=tmp_path / "queue")
@@ -68,3 +79,29 @@ def test_a_group_is_run_in_order(yard: Workshop, tmp_path: Path) -> None:
     assert "Proved: reloaded from disk" in trainer("log", "2", "--lines", "1000")
     rows = (tmp_path / f"run-max_train_steps-{STEPS}/metrics.jsonl").read_text().splitlines()
     assert json.loads(rows[-1])["step"] == STEPS
+
+
+@pytest.mark.slow
+def test_more_steps_from_a_page_are_those_of_a_command(
+    yard: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four steps, and three more in the same folder: by the studio and the queue, then by hand."""
+    config, run, before = yard.write_config(LORA, tmp_path), tmp_path / "run", tmp_path / "before"
+    environ = environment(tmp_path, 0, yard.cache) | {"TRAINER_QUEUE_DIR": str(tmp_path / "queue")}
+    trainer = trainer_of(environ)
+    trainer("train", str(config), "--set", "train.max_train_steps=4")
+    shutil.copytree(run, before)
+    for name in ("TRAINER_QUEUE_DIR", "TRAINER_FACTS"):
+        monkeypatch.setenv(name, environ[name])
+    folders = dict.fromkeys(("data", "models", "runtime"), tmp_path / "none")
+    train_on(Studio(folder=tmp_path / "studio", runs=tmp_path, **folders), identifier(tmp_path, run), "3")
+    trainer("queue", "run", "--drain")
+    assert "Proved: reloaded from disk" in trainer("queue", "log", "1", "--lines", "1000")
+    saved = ("checkpoints/step-000007/*.safetensors",)
+    rows, made = numbers(run), products(run) | files(run, *saved)
+    assert [row["step"] for row in rows if "loss" in row][-1] == 7 and len(made) > 5
+    shutil.rmtree(run)
+    before.rename(run)
+    trainer("train", str(config), "--set", "train.max_train_steps=7")
+    assert numbers(run) == rows
+    assert not different(products(run) | files(run, *saved), made)

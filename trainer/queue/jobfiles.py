@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 
+from trainer.errors import StorageError
 from trainer.files import atomic
 from trainer.telemetry import locks, status
 
@@ -37,7 +38,11 @@ def pictures(folder: Path) -> int | None:
     """Number of the pictures that a job draws; None for a job that trains. Raises StorageError."""
     path = folder / PICTURES_FILE
     with atomic.reading_told(path):
-        return int(path.read_text()) if path.is_file() else None
+        text = path.read_text().strip() if path.is_file() else None
+    if text is not None and not (text.isascii() and text.isdecimal()):
+        what = f"{text[:20]!r} is no number of pictures: the file was damaged"
+        raise StorageError(what, where=str(path), remedy="take the job off the list, and draw it again")
+    return None if text is None else int(text)
 
 
 def gpu_lock(folder: Path, uuid: str) -> Path:

@@ -10,8 +10,19 @@ from trainer.queue import jobfiles
 from trainer.queue.database import Job
 from trainer.queue.launcher import ALIVE, CPU, Seen, State
 from trainer.queue.local import Local, holder, run_is_held
-from trainer.queue.turns import about, starts, turns
+from trainer.queue.turns import Due, about, starts, turns
 from trainer.telemetry import status
+from trainer.telemetry.status import Phase
+
+_PREPARATION = frozenset({Phase.LOAD, Phase.CACHE, Phase.FIRST_STEP})
+"""Phases before the time of a step is known."""
+
+_NO_CHECKPOINT = {
+    State.STOPPING: "ends",
+    State.HELD: "`trainer queue hold --release` draws it",
+    State.LOST: "it was killed, or the machine was; `trainer queue hold --release` draws it anew",
+}
+"""Words of a job that draws, where those of a run would speak of its checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +36,14 @@ class Entry:
     step: int | None = None
     total: int | None = None
     """Optimizer steps done and planned, of a run that trains."""
+    prepares: bool = False
+    """Whether a running job does not train yet: it loads its base, encodes, or compiles."""
     seconds_left: float | None = None
-    """Time until a running job ends, about; None where nobody knows."""
-    seconds_to_start: float | None = None
-    """Time until a waiting job starts, about; None where nobody knows."""
+    """Time that a running job trains until it ends, about; None where nobody knows. Of one that prepares
+    that is its plan's, which has no time for that.
+    """
+    due: Due | None = None
+    """When a waiting job starts; None where nobody knows."""
     why: str = ""
     """Why a waiting job does not start yet; empty where it is about to."""
     pictures: int | None = None
@@ -37,17 +52,28 @@ class Entry:
     @property
     def note(self) -> str:
         """The job's kind, where it does not train, and the rest of the state in words."""
-        kind = "" if self.pictures is None else f"draws {self.pictures} pictures"
-        return ", ".join(filter(None, (kind, self._rest)))
+        return self._rest if self.pictures is None else ", ".join(filter(None, (self._draws, self._rest)))
+
+    @property
+    def _draws(self) -> str:
+        return f"makes {self.pictures} {'sample' if self.pictures == 1 else 'samples'}"
 
     @property
     def _rest(self) -> str:
+        if self.pictures is not None and self.seen.state in _NO_CHECKPOINT:
+            return _NO_CHECKPOINT[self.seen.state]
         if self.seen.state is State.WAITING:
-            known = self.why and self.seconds_to_start is not None
-            when = f"starts in {about(self.seconds_to_start or 0.0)}" if known else ""
+            when = f"starts in {self.due.words}" if self.why and self.due is not None else ""
             return ", ".join(filter(None, (self.why, when, self.seen.words)))
-        left = "" if self.seconds_left is None else f"{about(self.seconds_left)} left"
-        return ", ".join(filter(None, (self.seen.words, left)))
+        return ", ".join(filter(None, (self.seen.words, self.left)))
+
+    @property
+    def left(self) -> str:
+        """The time until a running job ends in words, empty where nobody knows: `about 40 min left`."""
+        if self.prepares:
+            training = "" if self.seconds_left is None else f", then {about(self.seconds_left)} of training"
+            return f"preparing{training}"
+        return "" if self.seconds_left is None else f"{about(self.seconds_left)} left"
 
 
 def overview(queue: Local) -> list[Entry]:
@@ -58,12 +84,12 @@ def overview(queue: Local) -> list[Entry]:
     taken = queue.in_use(known)
     remaining: dict[str, float | None] = dict.fromkeys(taken)
     for job, entry in running:
-        left = None if entry.seconds_left is None else f", {about(entry.seconds_left)} left"
-        taken |= dict.fromkeys(job.leases, holder(job) + (left or ""))
+        taken |= dict.fromkeys(job.leases, ", ".join(filter(None, (holder(job), entry.left))))
         remaining |= dict.fromkeys(job.leases, entry.seconds_left)
     waiting = [job for job, seen in jobs if seen.state is State.WAITING]
     waits = _waits(waiting, [job for job, _ in running], known, taken, names)
-    due = starts(waiting, [gpu.uuid for gpu in known], remaining)
+    prepared = {uuid for job, entry in running if entry.prepares for uuid in job.leases}
+    due = starts(waiting, [gpu.uuid for gpu in known], remaining, prepared)
     entries = {job.id: entry for job, entry in running}
     return [
         entries.get(job.id)
@@ -72,7 +98,7 @@ def overview(queue: Local) -> list[Entry]:
             seen=seen,
             gpus=_words(job, names),
             why=waits.get(job.id, ""),
-            seconds_to_start=due.get(job.id),
+            due=due.get(job.id),
             pictures=_pictures(queue, job),
         )
         for job, seen in jobs
@@ -99,7 +125,7 @@ def _waits(
 def _running(queue: Local, job: Job, seen: Seen, names: Mapping[str, str]) -> Entry:
     beat = status.read_status(jobfiles.job_folder(queue.folder, job.id) / jobfiles.RUNTIME)
     step, total = (None, None) if beat is None else (beat.optimizer_step, beat.optimizer_steps)
-    left = job.seconds
+    left, pictures = job.seconds, _pictures(queue, job)
     if beat is not None and step is not None and total is not None and beat.median_step_seconds:
         left = (total - step) * beat.median_step_seconds
     return Entry(
@@ -108,8 +134,11 @@ def _running(queue: Local, job: Job, seen: Seen, names: Mapping[str, str]) -> En
         gpus=_words(job, names),
         step=step,
         total=total,
+        prepares=pictures is None
+        and seen.state is State.RUNNING
+        and (beat is None or beat.phase in _PREPARATION),
         seconds_left=left,
-        pictures=_pictures(queue, job),
+        pictures=pictures,
     )
 
 

@@ -7,7 +7,7 @@ ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.queue.database import Job
@@ -22,6 +22,20 @@ class Turn:
     """UUIDs on which it may start now; empty where it waits."""
     why: str = ""
     """Why it waits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Due:
+    """When a waiting job starts, about."""
+
+    seconds: float
+    at_the_earliest: bool = False
+    """Whether it is later by the time that runs before it prepare, which no plan has."""
+
+    @property
+    def words(self) -> str:
+        """`about 40 min`, `about 40 min at the earliest`."""
+        return about(self.seconds) + (" at the earliest" if self.at_the_earliest else "")
 
 
 def turns(
@@ -76,15 +90,20 @@ def _reasons(
 
 
 def starts(
-    waiting: Sequence[Job], gpus: Sequence[str], remaining: Mapping[str, float | None]
-) -> dict[int, float | None]:
-    """Seconds until each of the jobs starts, about; None where that depends on a time that nobody knows.
+    waiting: Sequence[Job],
+    gpus: Sequence[str],
+    remaining: Mapping[str, float | None],
+    preparing: Collection[str] = (),
+) -> dict[int, Due | None]:
+    """When each of the jobs starts; None where that depends on a time that nobody knows.
 
     remaining: UUID -> seconds until it is free, of those that are taken; None where unknown, as of another
-    program. Jobs are in their order, and run for as long as their plans predict.
+    program. preparing: UUIDs whose run does not train yet. Jobs are in their order, and train for as long as
+    their plans predict.
     """
     free_in = {uuid: _known(remaining.get(uuid, 0.0)) for uuid in (*gpus, CPU)}
-    found: dict[int, float | None] = {}
+    later = set(preparing)
+    found: dict[int, Due | None] = {}
     for job in waiting:
         wanted = job.gpus or tuple(gpus)
         if len(wanted) < job.count:  # it blocks nobody
@@ -92,10 +111,14 @@ def starts(
             continue
         times = sorted(free_in.get(uuid, math.inf) for uuid in wanted)
         start = times[job.count - 1]
-        found[job.id] = None if math.isinf(start) else start
+        free = [uuid for uuid in wanted if free_in.get(uuid, math.inf) <= start]
+        earliest = not later.isdisjoint(free)
+        found[job.id] = None if math.isinf(start) else Due(seconds=start, at_the_earliest=earliest)
         # until it starts, GPUs that are free are kept from later jobs, and then it takes the first
-        kept = [uuid for uuid in wanted if job.gpus or free_in[uuid] <= start]
-        free_in |= dict.fromkeys(kept, start) | dict.fromkeys(kept[: job.count], start + _known(job.seconds))
+        kept = list(wanted) if job.gpus else free
+        taken = kept[: job.count]
+        free_in |= dict.fromkeys(kept, start) | dict.fromkeys(taken, start + _known(job.seconds))
+        later |= {*taken, *(kept if earliest else ())}
     return found
 
 

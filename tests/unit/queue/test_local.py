@@ -17,6 +17,7 @@ from trainer.queue.database import Machine
 from trainer.queue.launcher import CPU, Launcher, State
 from trainer.queue.local import Local, Start
 from trainer.queue.overview import overview
+from trainer.queue.turns import Due
 from trainer.telemetry.status import Phase, StatusWriter
 
 A, B = "GPU-a", "GPU-b"
@@ -138,8 +139,8 @@ def test_another_program_on_a_gpu_is_waited_for_and_named(queue: FakeLocal, mach
     cats, dogs, both = overview(queue)
     assert (dogs.gpus, dogs.seen.state) == ("GPU 1", State.RUNNING)
     assert cats.note == "waits for GPU 0, in use by PID 4711"
-    assert both.note == "waits for GPU 0, in use by PID 4711; GPU 1, held by dogs (job 2)"
-    assert both.seconds_to_start is None
+    assert both.note == "waits for GPU 0, in use by PID 4711; GPU 1, held by dogs (job 2), preparing"
+    assert both.due is None
     machine.foreign = {}
     assert [job.name for job in queue.start_due()] == ["cats"]
 
@@ -184,9 +185,28 @@ def test_starts_are_told_by_plans_and_by_runs(queue: FakeLocal, machine: FakeMac
     )
     queue.start_due()
     cats, dogs, more = overview(queue)
-    assert cats.note == "about 40 min left"
-    assert dogs.note == "waits for GPU 0, held by cats (job 1), about 40 min left, starts in about 40 min"
-    assert (dogs.seconds_to_start, more.seconds_to_start) == (2400.0, 2460.0)
+    assert cats.note == "preparing, then about 40 min of training"
+    assert dogs.note == f"waits for GPU 0, held by cats (job 1), {cats.note}, starts in {dogs.due.words}"
+    assert (dogs.due, more.due) == tuple(Due(seconds=one, at_the_earliest=True) for one in (2400.0, 2460.0))
+    writer = StatusWriter(machine.live()[0].folder / jobfiles.RUNTIME)
+    for phase in (Phase.LOAD, Phase.CACHE, Phase.FIRST_STEP):
+        writer.beat(phase)
+        assert overview(queue)[0].note == cats.note, phase
+    writer.beat(Phase.TRAIN, step=10, total=100, median_step_seconds=20.0)
+    cats, dogs, more = overview(queue)
+    assert cats.note == "about 30 min left"
+    assert dogs.note == "waits for GPU 0, held by cats (job 1), about 30 min left, starts in about 30 min"
+    assert (dogs.due, more.due) == (Due(seconds=1800.0), Due(seconds=1860.0, at_the_earliest=True))
+
+
+def test_a_run_without_a_known_time_prepares_all_the_same(queue: FakeLocal) -> None:
+    queue.submit([wanted("cats", (A,)), wanted("dogs", (A,))])
+    queue.start_due()
+    cats, dogs = overview(queue)
+    assert cats.note == "preparing"
+    assert dogs.note == "waits for GPU 0, held by cats (job 1), preparing"
+    queue.stop("1")
+    assert overview(queue)[0].note == "saves, and ends"
 
 
 def test_nobody_else_sees_the_queues_files(queue: FakeLocal) -> None:
@@ -349,3 +369,10 @@ def test_locks_of_a_round_are_let_go_where_no_process_can_be_started(
     assert queue.state("1").state is State.WAITING
     later = FakeLocal(queue.folder, machine)
     assert [job.id for job in later.start_due()] == [1]
+
+
+@pytest.mark.parametrize("text", ["", "four", "-1", "٤"])
+def test_a_damaged_number_of_pictures_is_told(text: str, tmp_path: Path) -> None:
+    (tmp_path / jobfiles.PICTURES_FILE).write_text(text)
+    with pytest.raises(StorageError, match="no number of pictures"):
+        jobfiles.pictures(tmp_path)

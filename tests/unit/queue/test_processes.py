@@ -187,7 +187,7 @@ def test_a_try_is_drawn_and_not_trained(real: Local, tmp_path: Path) -> None:
     real.drawing = (sys.executable, "-c", "import sys; print(sys.argv[1:], flush=True); sys.exit(65)")
     real.submit([wanted("--lora=x try 1", (CPU,), root=tmp_path, pictures=4), wanted("cats", (CPU,))])
     assert [one.note for one in overview(real)] == [
-        "draws 4 pictures",
+        "makes 4 samples",
         "waits for the CPU, wanted before by --lora=x try 1 (job 1)",
     ]
     assert [job.id for job in real.start_due()] == [1]
@@ -195,7 +195,7 @@ def test_a_try_is_drawn_and_not_trained(real: Local, tmp_path: Path) -> None:
     config = real.folder / "jobs/1/config.yaml"
     assert real.log("1") == f"{[str(config), f'--try={tmp_path}/--lora=x try 1']}\n"
     entry = overview(real)[0]
-    assert (entry.step, entry.note.partition(",")[0]) == (None, "draws 4 pictures")
+    assert (entry.step, entry.note.partition(",")[0]) == (None, "makes 4 samples")
 
 
 def test_a_watcher_that_never_comes_up_is_not_started_again(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trainer.queue.database import Job
 from trainer.queue.launcher import CPU
-from trainer.queue.turns import about, starts, turns
+from trainer.queue.turns import Due, about, starts, turns
 
 UUIDS = ("GPU-a", "GPU-b", "GPU-c")
 
@@ -64,13 +64,30 @@ def test_starts_are_when_the_machine_gets_there(
         if waiting:
             clock = min(busy.values())
             busy = {uuid: end for uuid, end in busy.items() if end > clock}
-    assert predicted == pytest.approx(began)
+    assert {number: due and due.seconds for number, due in predicted.items()} == pytest.approx(began)
 
 
 def test_a_time_that_nobody_knows_makes_later_ones_unknown() -> None:
     waiting = [job(1, ("GPU-a",), seconds=None), job(2, ("GPU-a",)), job(3, ("GPU-b",)), job(4, count=5)]
-    assert starts(waiting, UUIDS, {"GPU-b": 7.0}) == {1: 0.0, 2: None, 3: 7.0, 4: None}
+    known = {1: Due(seconds=0.0), 2: None, 3: Due(seconds=7.0), 4: None}
+    assert starts(waiting, UUIDS, {"GPU-b": 7.0}) == known
     assert starts([job(1, ("GPU-a",))], UUIDS, {"GPU-a": None}) == {1: None}
+
+
+def test_a_start_behind_a_run_that_does_not_train_yet_is_the_earliest() -> None:
+    """Plans have no time to load a base, to encode and to compile: neither of a run nor of a job before."""
+    waiting = [job(1, ("GPU-a",)), job(2, ("GPU-b",)), job(3, ("GPU-b",)), job(4), job(5, (CPU,))]
+    left = {"GPU-a": 4.0, "GPU-b": 8.0, "GPU-c": 2.0}
+    found = starts(waiting, UUIDS, left, {"GPU-a"})
+    assert {number: (due.seconds, due.at_the_earliest) for number, due in found.items() if due} == {
+        1: (4.0, True), 2: (8.0, False), 3: (9.0, True), 4: (2.0, False), 5: (0.0, False)
+    }  # fmt: skip
+    # of two GPUs it keeps the one that is free first until the other is
+    both = starts([job(1, count=2), job(2, ("GPU-c",))], UUIDS, left, {"GPU-a"})
+    assert both == {1: Due(seconds=4.0, at_the_earliest=True), 2: Due(seconds=5.0, at_the_earliest=True)}
+    assert (Due(seconds=60.0).words, Due(seconds=60.0, at_the_earliest=True).words) == (
+        "about 60 s", "about 60 s at the earliest"
+    )  # fmt: skip
 
 
 def test_who_is_waited_for_is_said() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -192,6 +195,92 @@ def test_a_run_that_has_a_result_goes_on_where_it_did_not_end_well(
         assert (f'action="{path}/resume"' in client.get(path).text) is offered, code
     made.ended(folder, 71)
     assert client.post(f"{path}/resume").status_code == 303
+
+
+def finished(studio: Studio, **train: object) -> tuple[Path, str]:
+    """A run of the quickstart that did its 80 steps, and its page; `train` lies over its settings."""
+    folder = quickstart(studio)
+    path = folder / "config.resolved.yaml"
+    content = yaml.safe_load(path.read_text())
+    content["train"] |= {"max_train_steps": 80} | train
+    path.write_text(yaml.safe_dump(content))
+    made.result(folder)
+    made.ended(folder, 0)
+    return folder, f"/runs/{identifier(studio.runs, folder)}"
+
+
+def configs(queue: Local) -> list[dict[str, Any]]:
+    return [
+        yaml.safe_load((queue.folder / f"jobs/{job.id}/config.yaml").read_text()) for job, _ in queue.jobs()
+    ]
+
+
+def test_more_steps_are_a_job_in_the_same_folder(client: TestClient, studio: Studio) -> None:
+    folder, path = finished(studio, lr_scheduler="cosine")
+    page = client.get(path).text
+    assert f'action="{path}/more"' in page and "Steps beyond 80" in page
+    assert "Its learning rate (cosine) follows the course of the longer run" in html.unescape(page)
+    answer = client.post(f"{path}/more", data={"steps": " 40 "})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/"), answer.text
+    queue = Local(folder=environment.queue_dir())
+    ((job, seen),), (config,) = queue.jobs(), configs(queue)
+    assert (job.run, job.name, seen.state) == (folder, "style", State.WAITING)
+    assert config["train"]["max_train_steps"] == 120 and config["output_dir"] == str(folder)
+    assert config["checkpoint"]["resume_from_checkpoint"] == "auto"
+    again = client.post(f"{path}/more", data={"steps": "40"})
+    assert again.status_code == 422 and "style (job 1) writes there" in html.unescape(again.text)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-3", "1.5", "ten", "\u0663", "9" * 8, "9" * 5000, "1; touch x"])
+def test_what_is_no_number_of_steps_is_no_job(client: TestClient, studio: Studio, text: str) -> None:
+    _, path = finished(studio)
+    answer = client.post(f"{path}/more", data={"steps": text})
+    assert answer.status_code == 422 and "a whole number from 1 to 9999999" in answer.text
+    assert not Local(folder=environment.queue_dir()).jobs()
+
+
+def test_more_steps_take_the_place_of_a_held_job(client: TestClient, studio: Studio) -> None:
+    """That of a run that was stopped here has fewer steps, and writes in the same folder."""
+    folder = quickstart(studio)
+    path = f"/runs/{identifier(studio.runs, folder)}"
+    assert client.post(f"{path}/resume").status_code == 303
+    queue = Local(folder=environment.queue_dir())
+    queue.hold("1")
+    assert client.post(f"{path}/more", data={"steps": "5"}).status_code == 303
+    ((job, seen),), (config,) = queue.jobs(), configs(queue)
+    assert (job.id, seen.state, config["train"]["max_train_steps"]) == (2, State.WAITING, 245)
+
+
+def test_a_length_in_epochs_becomes_steps_once_they_are_trained(client: TestClient, studio: Studio) -> None:
+    folder, path = finished(studio, max_train_steps=None, num_train_epochs=3)
+    assert "Its length was written in epochs" in client.get(path).text
+    assert client.post(f"{path}/more", data={"steps": "7"}).status_code == 303
+    (config,) = configs(Local(folder=environment.queue_dir()))
+    assert (config["train"]["max_train_steps"], config["train"]["num_train_epochs"]) == (87, None)
+    shutil.rmtree(folder / "lora")
+    made.ended(folder, 75)
+    for answer in (client.get(path), client.post(f"{path}/more", data={"steps": "7"})):
+        assert "its length is written in epochs, which are not trained yet" in answer.text
+    assert answer.status_code == 422
+
+
+def test_a_run_that_cannot_train_on_says_why(client: TestClient, studio: Studio, tmp_path: Path) -> None:
+    folder, path = finished(studio)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 120, "early_stop": "validation_loss is not better since step 60"}\n')
+    for answer in (client.get(path), client.post(f"{path}/more", data={"steps": "7"})):
+        assert "it would end at once, as before: validation_loss is not better" in answer.text
+        assert f'action="{path}/more"' not in answer.text
+    shutil.rmtree(folder / "checkpoints")
+    assert "it has no checkpoint to go on from" in client.get(path).text
+    with made.running(folder, tmp_path / "rt", step=3, steps=80):
+        assert "Train more steps" not in client.get(path).text
+        answer = client.post(f"{path}/more", data={"steps": "7"})
+        assert answer.status_code == 422 and "once it has finished or was stopped" in answer.text
+    shutil.rmtree(folder / "lora")
+    made.ended(folder, 70)
+    assert "Train more steps" not in client.get(path).text
+    assert not Local(folder=environment.queue_dir()).jobs()
 
 
 def test_a_start_that_was_refused_has_nothing_to_go_on_with(client: TestClient, studio: Studio) -> None:

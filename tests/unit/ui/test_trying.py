@@ -164,11 +164,11 @@ def test_a_try_is_a_job_whose_words_are_in_a_file(
     assert HOSTILE not in (folder / "config.yaml").read_text()
     assert str(ROOT / "assets/tiny-flux") in (folder / "config.yaml").read_text()
     (entry,) = overview(queue)
-    assert (entry.step, entry.note) == (None, "draws 6 pictures")
+    assert (entry.step, entry.note) == (None, "makes 6 samples")
     (row,) = queue_view(studio).rows
     assert (row.name, row.page) == ("style-try-1", f"{page_of(studio, run)}/1")
     page = client.get(row.page).text
-    assert "waiting" in page and "draws 6 pictures" in page and "Nothing starts what waits" in page
+    assert "waiting" in page and "makes 6 samples" in page and "Nothing starts what waits" in page
     assert html.escape(HOSTILE, quote=False) in page and HOSTILE not in page
     assert 'hx-swap="outerMorph"' in page and "not yet" in page, "focus, scroll and a drag stay"
     again = client.post(f"{page_of(studio, run)}/start", data={**form, "strength": "1"})

@@ -6,6 +6,7 @@ stay when the job is taken off the list.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +15,9 @@ from typing import Annotated, Any, BinaryIO
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
+from trainer.config.judging.rules import unused_keys
 from trainer.config.reading.load import Loaded, with_settings
+from trainer.config.schema import changed
 from trainer.config.secrets import redacted
 from trainer.errors import DataError, Problem
 
@@ -25,7 +28,10 @@ MOST_STRENGTH = 1.5
 MOST_CHARACTERS = 10_000
 """Longest text of a prompt."""
 _MOST_BYTES = 1 << 20
+LEAST_SIDE, MOST_SIDE = 32, 4096
+"""Sides of a picture in pixels."""
 _Text = Annotated[str, Field(max_length=MOST_CHARACTERS)]
+_Prompt = Annotated[str, Field(max_length=MOST_CHARACTERS, pattern=r"\S")]
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -33,19 +39,19 @@ _Text = Annotated[str, Field(max_length=MOST_CHARACTERS)]
 class Try:
     """One try: a column of pictures without a LoRA, and one with each LoRA file."""
 
-    prompts: Annotated[tuple[_Text, ...], Field(min_length=1, max_length=MOST_PROMPTS)]
+    prompts: Annotated[tuple[_Prompt, ...], Field(min_length=1, max_length=MOST_PROMPTS)]
     loras: Annotated[tuple[_Text, ...], Field(min_length=1, max_length=MOST_LORAS)]
     """LoRA files, as paths from the run's folder."""
     labels: Annotated[tuple[_Text, ...], Field(max_length=MOST_LORAS)] = ()
     """Times of these files in the run (`final`, `step 250`), one each; empty where nobody noted them."""
     strength: Annotated[float, Field(ge=0, le=MOST_STRENGTH)] = 1.0
     """Factor of the LoRA's change of the weights; 1 is the LoRA as it was trained."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the first prompt in every column; the number of a prompt is added."""
     negative_prompt: _Text = ""
-    resolution: int | None = None
+    resolution: Annotated[int, Field(ge=LEAST_SIDE, le=MOST_SIDE)] | None = None
     """Side of the pictures in pixels; the run's own when None, as of the next."""
-    num_inference_steps: int | None = None
+    num_inference_steps: Annotated[int, Field(ge=1)] | None = None
     """Denoising steps of a picture."""
 
     @property
@@ -55,8 +61,14 @@ class Try:
 
 
 def to_json(one: Try) -> str:
-    """The record of a try, without secrets."""
-    return redacted(json.dumps(asdict(one), indent=1, ensure_ascii=False)) + "\n"
+    """The record of a try. Raises DataError for a text with what looks like a secret: a record must not keep
+    it, and without it another text would be drawn.
+    """
+    for text in (*one.prompts, one.negative_prompt):
+        if (shown := redacted(text)) != text:
+            remedy = "write the prompt without it"
+            raise DataError(f"{shown[:80]!r} has a password or a token in it", where="prompt", remedy=remedy)
+    return json.dumps(asdict(one), indent=1, ensure_ascii=False) + "\n"
 
 
 def read_record(folder: Path) -> Try:
@@ -124,6 +136,10 @@ def with_try(loaded: Loaded, one: Try) -> Loaded:
         "control_images": edited,
     }
     validation = {f"validation.{key}": value for key, value in values.items() if value is not None}
-    # metrics and early stopping ask for more prompts than a try has
-    own = {"validation.metrics": (), "validation.early_stop": None}
-    return with_settings(loaded, {**validation, **own, "parallel.gpus": 1, "parallel.shard": "none"})
+    alone = {"validation.metrics": (), "validation.early_stop": None, "parallel.gpus": 1}
+    # metrics and early stopping ask for more prompts than a try has; what belongs to them alone, or to
+    # several GPUs, is as if nobody had written it
+    given = {**validation, **alone, "parallel.shard": "none"}
+    unused = unused_keys(changed(loaded.config, given))
+    written = {key: source for key, source in loaded.sources.items() if key not in unused}
+    return with_settings(dataclasses.replace(loaded, sources=written), given)

@@ -23,7 +23,7 @@ from trainer.ui.opened import open_below, webp
 from trainer.ui.page import part, render
 from trainer.ui.studio import Studio, UnknownIdError, found_by_id
 from trainer.ui.views.job import LEVELS, NUMBERS, job_view
-from trainer.ui.views.queued import resume
+from trainer.ui.views.queued import resume, train_on
 from trainer.ui.views.runs import run_folder
 from trainer.ui.views.state import signature
 
@@ -106,10 +106,16 @@ def _acts(studio: Studio) -> Sequence[BaseRoute]:
         resume(studio, request.path_params["run"])
         return RedirectResponse("/", status_code=303)
 
-    return [
-        Route("/runs/{run}/ask", ask, methods=["POST"]),
-        *([Route("/runs/{run}/resume", go_on, methods=["POST"])] if studio.starts_runs else []),
+    async def more(request: Request) -> Response:
+        steps = str((await request.form()).get("steps", ""))
+        await run_in_threadpool(train_on, studio, request.path_params["run"], steps.strip())
+        return RedirectResponse("/", status_code=303)
+
+    starts = [
+        Route("/runs/{run}/resume", go_on, methods=["POST"]),
+        Route("/runs/{run}/more", more, methods=["POST"]),
     ]
+    return [Route("/runs/{run}/ask", ask, methods=["POST"]), *(starts if studio.starts_runs else [])]
 
 
 def attachment(file: BinaryIO, name: str) -> Response:

@@ -75,6 +75,21 @@
     }
   }
 
+  // one prompt's previews by step: those of the table, one at a time
+  function slide() {
+    const box = document.getElementById("slide");
+    if (!box) return;
+    const [prompt, step, told, picture] = box.querySelectorAll("select, input, output, img");
+    const shown = [...source.querySelectorAll(".strip tbody tr")[prompt.value].querySelectorAll("img")];
+    step.max = shown.length - 1;
+    picture.src = shown[step.value].closest("a").href;
+    picture.alt = step.ariaValueText = told.textContent = shown[step.value].alt;
+    box.hidden = false;
+  }
+  slide();
+  source.addEventListener("input", slide);
+  document.addEventListener("htmx:after:swap", slide);
+
   const log = document.getElementById("log");
   if (log) log.scrollTop = log.scrollHeight;
 

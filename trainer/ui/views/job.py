@@ -17,6 +17,7 @@ from trainer.telemetry.runs import Run, State, read_run
 from trainer.telemetry.status import Phase
 from trainer.ui.opened import tail
 from trainer.ui.studio import Studio, identifier
+from trainer.ui.views.more import More, more_of
 from trainer.ui.views.runs import name_of, run_folder
 from trainer.ui.views.state import LOG_FILE, StateView, remedy, state_view
 from trainer.ui.views.trying.choice import lora_files
@@ -137,6 +138,8 @@ class JobView:
     can_resume: bool
     has_lora: bool
     """Whether it has a LoRA file that can be tried."""
+    more: More | None
+    """More steps for it; None where it runs, failed or has not begun."""
 
     @property
     def percent(self) -> int:
@@ -155,8 +158,7 @@ def job_view(studio: Studio, run_id: str, *, level: str = LEVELS[0]) -> JobView:
     obstacle = control.obstacle(folder, run.process) if runs else None
     lines = tuple(_log(studio.runs, folder))
     level = level if level in LEVELS else LEVELS[0]
-    status = run.statuses[0] if run.statuses else None
-    pace = status.median_step_seconds if status else None
+    pace = next((one.median_step_seconds for one in run.statuses[:1] if one is not None), None)
     hidden = ("family", "method", "state", "exit", "step")
     return JobView(
         id=run_id,
@@ -193,6 +195,7 @@ def job_view(studio: Studio, run_id: str, *, level: str = LEVELS[0]) -> JobView:
         can_be_asked=runs and obstacle is None,
         can_resume=not runs and _can_resume(run),
         has_lora=bool(lora_files(run.folder)),
+        more=more_of(run),
     )
 
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainer.config import environment
-from trainer.errors import Problem, StorageError
+from trainer.errors import ConfigError, Problem, StorageError
 from trainer.families.loading import load_config
 from trainer.planning.planning import machine_facts
 from trainer.queue.adding import request
-from trainer.queue.launcher import ALIVE, ENDED, State
+from trainer.queue.launcher import ALIVE, ENDED, Request, State
 from trainer.queue.local import users_queue
 from trainer.queue.overview import Entry, overview
 from trainer.queue.scheduler import is_scheduled
 from trainer.telemetry.run_folder.process import working_folder
 from trainer.telemetry.run_folder.tries import run_of
 from trainer.telemetry.rundir import CONFIG_FILE
+from trainer.telemetry.runs import read_run
 from trainer.ui.studio import Studio, UnknownIdError, identifier
+from trainer.ui.views.more import more_of
 from trainer.ui.views.runs import run_folder
 from trainer.ui.views.state import StateView
 
@@ -27,6 +31,8 @@ KINDS = {
     State.FINISHED: "good", State.FAILED: "bad", State.LOST: "bad",
 }  # fmt: skip
 """Icon and colour of each state of a job."""
+STEPS = "train.max_train_steps"
+_MOST_DIGITS = 7
 
 
 class Act(enum.StrEnum):
@@ -149,10 +155,41 @@ def resume(studio: Studio, run: str) -> None:
     if own:
         queue.release(str(own[-1]))
         return
+    queue.submit([_again(folder)])
+
+
+def train_on(studio: Studio, run: str, text: str) -> None:
+    """Have the queue go on with a run that has ended, for as many steps more as `text` says, in its folder.
+
+    A job of that run which somebody holds is replaced. Raises ConfigError where the run cannot train on, or
+    the text is no number of steps, and the errors of a plan.
+    """
+    folder = run_folder(studio, run)
+    more = more_of(read_run(folder))
+    if more is None:
+        what, remedy = "a run trains on once it has finished or was stopped", "wait for its end, or resume it"
+        raise ConfigError(what, where=folder.name, remedy=remedy)
+    if more.obstacle is not None:
+        raise ConfigError([dataclasses.replace(more.obstacle, where=folder.name)])
+    steps = int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else 0
+    if not steps:
+        remedy = f"a whole number from 1 to {10**_MOST_DIGITS - 1}"
+        raise ConfigError(f'"{text[:40]}" is no number of steps', where="more steps", remedy=remedy)
+    wanted = _again(folder, f"{STEPS}={more.steps + steps}", "checkpoint.resume_from_checkpoint=auto")
+    queue = users_queue()
+    for job, seen in queue.jobs():
+        if job.run == folder and seen.state is State.HELD:
+            queue.forget(str(job.id))
+    queue.submit([wanted])
+
+
+def _again(folder: Path, *overrides: str) -> Request:
+    """A job that goes on with the run in `folder`, by the settings that it keeps and the values over them."""
     loaded = load_config(
         [folder / CONFIG_FILE],
+        overrides=overrides,
         output=folder,
         environ=environment.without_settings(),
         working_folder=working_folder(folder),
     )
-    queue.submit([request(loaded, machine_facts(), queue.gpus(), name=folder.name)])
+    return request(loaded, machine_facts(), users_queue().gpus(), name=folder.name)
