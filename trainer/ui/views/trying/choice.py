@@ -15,7 +15,15 @@ from trainer.families.loading import load_config
 from trainer.families.lora_file import require_family
 from trainer.telemetry.run_folder import results
 from trainer.telemetry.run_folder.process import working_folder
-from trainer.telemetry.run_folder.tries import MOST_CHARACTERS, MOST_LORAS, MOST_PROMPTS, MOST_STRENGTH, Try
+from trainer.telemetry.run_folder.tries import (
+    LEAST_SIDE,
+    MOST_CHARACTERS,
+    MOST_LORAS,
+    MOST_PROMPTS,
+    MOST_SIDE,
+    MOST_STRENGTH,
+    Try,
+)
 from trainer.telemetry.rundir import CONFIG_FILE
 from trainer.ui.opened import open_below
 from trainer.ui.studio import Studio, UnknownIdError, identifier
@@ -28,7 +36,7 @@ LORAS = "LoRA files"
 GONE = Problem(what="it was removed meanwhile", where=LORAS, remedy="mark another")
 _NUMBERS = {
     "seed": ("Seed", 0, 2**32 - 1),
-    "resolution": ("Size", 32, 4096),
+    "resolution": ("Size", LEAST_SIDE, MOST_SIDE),
     "num_inference_steps": ("Steps", 1, 1000),
 }
 """Whole numbers of the form: their label, the least and the most."""
@@ -80,7 +88,7 @@ class ChoiceView:
     @property
     def least_size(self) -> int:
         """The least side of a picture in pixels, a multiple of `size_step`."""
-        return -(-_NUMBERS["resolution"][1] // self.size_step) * self.size_step
+        return -(-LEAST_SIDE // self.size_step) * self.size_step
 
 
 def choice_view(studio: Studio, run: str, typed: Typed | None = None) -> ChoiceView:
