@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from playwright.sync_api import CDPSession, Page, Playwright, sync_playwright
+from playwright.sync_api import CDPSession, Page, Playwright, TimeoutError, sync_playwright
 
 from bench import arguments as types
 from bench.processes import REPOSITORY
@@ -207,12 +207,14 @@ def _filled(folder: Path) -> Iterator[Measured]:
         page = _page(playwright, folder, url)
         page.goto(f"{url}/data")
         address = page.locator("a[href^='/data/']").first.get_attribute("href")
-        ends = time.monotonic() + _LONGEST_LOOK_SECONDS
-        while page.goto(f"{url}{address}") and not page.locator(".tile img").count():
-            if time.monotonic() > ends:
-                remedy = "see what the studio printed"
-                raise HardwareError("the pictures were not looked at", where="bench ui", remedy=remedy)
-            page.wait_for_timeout(2000)
+        page.goto(f"{url}{address}")
+        try:
+            # the page loads itself anew once its pictures were looked at
+            page.locator(".tile img").first.wait_for(timeout=1000 * _LONGEST_LOOK_SECONDS)
+        except TimeoutError as error:
+            remedy = "see what the studio printed"
+            raise HardwareError("the pictures were not looked at", where="bench ui", remedy=remedy) from error
+        page.wait_for_timeout(2000)
         _wait_for_rest(process)
         for what, path in ((f"{RUNS} runs, painted", "/"), (f"{PICTURES:,} pictures, painted", address)):
             times = [_painted(page, f"{url}{path}") for _ in range(_LOADS)]
