@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from playwright.sync_api import CDPSession, Page, Playwright, TimeoutError, sync_playwright
+from playwright.sync_api import CDPSession, Page, Playwright, sync_playwright
+from playwright.sync_api import TimeoutError as WaitedInVain
 
 from bench import arguments as types
 from bench.processes import REPOSITORY
@@ -211,7 +212,7 @@ def _filled(folder: Path) -> Iterator[Measured]:
         try:
             # the page loads itself anew once its pictures were looked at
             page.locator(".tile img").first.wait_for(timeout=1000 * _LONGEST_LOOK_SECONDS)
-        except TimeoutError as error:
+        except WaitedInVain as error:
             remedy = "see what the studio printed"
             raise HardwareError("the pictures were not looked at", where="bench ui", remedy=remedy) from error
         page.wait_for_timeout(2000)

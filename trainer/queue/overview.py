@@ -17,7 +17,7 @@ from trainer.telemetry.status import Phase
 _PREPARATION = frozenset({Phase.LOAD, Phase.CACHE, Phase.FIRST_STEP})
 """Phases before the time of a step is known."""
 
-_NO_CHECKPOINT = {
+_WORDS_OF_TRIES = {
     State.STOPPING: "ends",
     State.HELD: "`trainer queue hold --release` draws it",
     State.LOST: "it was killed, or the machine was; `trainer queue hold --release` draws it anew",
@@ -60,8 +60,8 @@ class Entry:
 
     @property
     def _rest(self) -> str:
-        if self.pictures is not None and self.seen.state in _NO_CHECKPOINT:
-            return _NO_CHECKPOINT[self.seen.state]
+        if self.pictures is not None and self.seen.state in _WORDS_OF_TRIES:
+            return _WORDS_OF_TRIES[self.seen.state]
         if self.seen.state is State.WAITING:
             when = f"starts in {self.due.words}" if self.why and self.due is not None else ""
             return ", ".join(filter(None, (self.why, when, self.seen.words)))

@@ -99,7 +99,9 @@ def _put(studio: Studio, source: Path, target: Path, *, link: bool = False) -> N
     with open_below(studio.runs, source) as file, folder_below(studio.runs, target) as real:
         try:
             if link:
-                opened = file.fileno()  # linked is what was opened, wherever its name leads meanwhile
+                # linked is what was opened, wherever its name leads meanwhile: with a descriptor given,
+                # Python follows the link in /proc
+                opened = file.fileno()
                 os.link(f"/proc/self/fd/{opened}", real, src_dir_fd=opened, follow_symlinks=True)
                 return
         except OSError:
