@@ -22,9 +22,10 @@ def words(steps: int, *overrides: str) -> list[str]:
     return ["train", QUICKSTART, *(word for text in settings for word in ("--set", text))]
 
 
-def steps_saved(output: Path) -> list[str]:
-    """Names of the checkpoints, oldest first."""
-    return sorted(folder.name for folder in (output / "quickstart" / "checkpoints").glob("step-*"))
+def steps_saved(output: Path, run: str = "quickstart") -> list[str]:
+    """Names of the whole checkpoints, oldest first; one that is still written ends in ``.tmp``."""
+    folders = (output / run / "checkpoints").glob("step-*")
+    return sorted(folder.name for folder in folders if folder.suffix != ".tmp")
 
 
 def require_proved(box: Box, output: Path, *, owner: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.container.boxes import Box
 from tests.container.conftest import SOMEBODY
-from tests.container.quickstart import words
+from tests.container.quickstart import steps_saved, words
 from tests.container.test_compose import Project, project
 from trainer.errors import ExitCode
 
@@ -132,7 +132,7 @@ def test_runs_of_the_queue_save_at_a_stop_and_go_on(studio: Project, browser: ht
     # and go on after their container
     assert studio.run(*UI, "stop").returncode == 0
     assert service.exit_code() == ExitCode.OK, service.log()
-    (saved,) = [folder.name for folder in (output / "long" / "checkpoints").glob("step-*")]
+    (saved,) = steps_saved(output, "long")
     up(studio)
     service.wait_for(lambda: f"resumed from {saved}" in queue(studio, "log", "2", "--lines", "1000"))
     service.wait_for(lambda: state(studio, "long").startswith("running"))
