@@ -17,9 +17,9 @@ IMAGE ?= trainer:0.1.0-cpu
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 # pytest's code 5 is "no test selected", which is no failure where a marker selects tests.
 OR_NONE := || { code=$$?; [ $$code -eq 5 ] || exit $$code; }
-SHELL_FILES = .ci/run $(shell find . -name '*.sh' -not -path './.venv/*' -not -path './build/*')
+SHELL_FILES = .ci/run $(shell find . \( -name '*.sh' -o -name '*.sbatch' \) -not -path './.venv/*' -not -path './build/*')
 
-.PHONY: help setup demo test test-browser test-container test-gpu lint type pins docs golden scan clean
+.PHONY: help setup demo test test-browser test-container test-gpu test-slurm lint type pins docs golden scan clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' Makefile
@@ -50,7 +50,7 @@ demo: $(STAMP) ## teach a tiny model a style in some minutes, prove it and see i
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m scripts.demo
 
 test: $(STAMP) ## all tests that run anywhere
-	@$(TEST_ENV) $(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not gpu and not slow and not container and not browser"
+	@$(TEST_ENV) $(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not gpu and not slow and not container and not browser and not slurm"
 
 test-browser: $(STAMP) ## the studio in Debian's Chromium; as root it installs that; PICTURES=docs/images takes the documents' pictures
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! [ -x /usr/bin/chromium ]; then \
@@ -77,6 +77,14 @@ test-gpu: $(STAMP) ## tests that need a CUDA device
 	@# counts of activations run side by side on every GPU by themselves
 	@GPU_TURNS=1 $(TEST_ENV) $(BIN)/pytest -q -n $(GPU_WORKERS) --dist loadgroup -m gpu --ignore tests/gpu/test_activations.py $(OR_NONE)
 	@$(TEST_ENV) $(BIN)/pytest -q -m gpu tests/gpu/test_activations.py $(OR_NONE)
+
+test-slurm: $(STAMP) ## the batch script and the queue's launcher in a real Slurm of two nodes; as root, it installs that
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v slurmctld && command -v munged; } >/dev/null; then \
+		echo "installing slurm-wlm and munge"; \
+		apt-get update -qq; \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge >/dev/null; \
+	fi
+	@$(TEST_ENV) $(BIN)/pytest -q -m slurm $(OR_NONE)
 
 lint: $(STAMP) ## ruff, import-linter, shellcheck, hadolint
 	$(BIN)/ruff check .
