@@ -49,9 +49,9 @@ ReturnToService=2
 KillWait={kill_wait}
 MinJobAge=600
 GresTypes=gpu
-NodeName=DEFAULT NodeAddr=127.0.0.1 CPUs=2 RealMemory=4000 Gres=gpu:2
-NodeName={nodes[0]} NodeHostname={machine} Port={ports[1]}
-NodeName={nodes[1]} NodeHostname={machine} Port={ports[2]}
+NodeName=DEFAULT CPUs=2 RealMemory=4000 Gres=gpu:2
+NodeName={nodes[0]} NodeHostname={machine} NodeAddr=127.0.0.1 Port={ports[1]}
+NodeName={nodes[1]} NodeHostname={machine} NodeAddr=127.0.0.1 Port={ports[2]}
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=120
 PartitionName=urgent Nodes=ALL PriorityTier=10
 """
@@ -130,13 +130,13 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     own = [f"--{name}={munge}/{file}" for name, file in
            (("key-file", "key"), ("socket", "socket"), ("pid-file", "pid"), ("log-file", "log"),
             ("seed-file", "seed"))]  # fmt: skip
-    with _daemons(cluster) as begin:
+    with _daemons(cluster) as (begin, all_run):
         begin("munged", "--foreground", "--force", *own)
         _until((munge / "socket").exists, "munged made no socket")
         begin("slurmctld", "-D")
         for name in NODES:
             begin("slurmd", "-D", "-N", name)
-        _until(lambda: _idle(cluster) == len(NODES), f"nodes are missing: see {folder}")
+        _until(lambda: all_run() and _idle(cluster) == len(NODES), f"nodes are missing: see {folder}")
         try:
             yield cluster
         finally:
@@ -145,16 +145,21 @@ def slurm(folder: Path) -> Iterator[Slurm]:
 
 
 @contextlib.contextmanager
-def _daemons(cluster: Slurm) -> Iterator[Callable[..., None]]:
-    """A function that starts one; the last one is ended first."""
+def _daemons(cluster: Slurm) -> Iterator[tuple[Callable[..., None], Callable[[], bool]]]:
+    """A function that starts one, and one that fails where one has ended. The last one is ended first."""
     started: list[subprocess.Popen[bytes]] = []
 
     def begin(*words: str) -> None:
         with (cluster.folder / f"{words[0]}.out").open("ab") as output:
             started.append(subprocess.Popen(words, env=cluster.environment, stdout=output, stderr=output))
 
+    def all_run() -> bool:
+        ended = [process.args for process in started if process.poll() is not None]
+        assert not ended, f"{ended} ended: see {cluster.folder}"
+        return True
+
     try:
-        yield begin
+        yield begin, all_run
     finally:
         for process in reversed(started):
             process.terminate()

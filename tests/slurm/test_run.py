@@ -32,7 +32,7 @@ def test_a_run_is_stopped_held_released_and_proved(cluster: Slurm) -> None:
     whole, its_run = submitted(cluster, "whole")
     cluster.wait(whole, state="COMPLETED", text="Proved: reloaded from disk", seconds=400)
     job, run = submitted(cluster, "stopped")
-    cluster.wait(job, state="RUNNING", text="step  10/", seconds=200)
+    cluster.wait(job, state="RUNNING", text=f"step 10/{STEPS}", seconds=200)
     cluster.ask("scancel", "--signal=TERM", job)
     cluster.wait(job, state="PENDING", text=f"stopped and held; scontrol release {job} goes on")
     (checkpoint,) = (run / "checkpoints").glob("step-*")

@@ -1,10 +1,11 @@
-"""`trainer queue`: runs that wait for GPUs of this machine, in an order, one at a time on each."""
+"""`trainer queue`: runs that wait for GPUs of this machine, in an order, or for those of a cluster."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from trainer.cli.output import say, shown_below_options
 from trainer.errors import ConfigError, Problem, one_line
 
 if TYPE_CHECKING:
+    from trainer.config.reading.load import Loaded
+    from trainer.queue.clusters.known import Cluster
     from trainer.queue.local import Local
 
 _UNUSUAL = re.compile(r"[^A-Za-z0-9._+-]+")
@@ -61,37 +64,69 @@ _jobs = click.argument("names", metavar="JOB...", nargs=-1, required=True)
     help="Add a job with each of these values of a key, as a group, each with a run folder of its own.",
 )
 @click.option("--held", is_flag=True, help="Do not start it before `trainer queue hold --release`.")
-def add(layers: Layers, name: str | None, on: str | None, vary: tuple[str, ...], held: bool) -> None:
+@click.option(
+    "--slurm",
+    metavar="OPTIONS",
+    help="Hand it to Slurm with these options of sbatch; `` where it needs none.",
+)
+def add(
+    layers: Layers, name: str | None, on: str | None, vary: tuple[str, ...], held: bool, slurm: str | None
+) -> None:
     """Add a run, or a group of runs, behind all others. The configuration is kept as it is now.
     \f
     Examples:
       trainer queue add my.yaml --set train.seed=1 --output /output/seed-1
       trainer queue add my.yaml --on 0,1
       trainer queue add my.yaml --name ranks --vary lora.rank=8,16,32
+      trainer queue add my.yaml --slurm="--partition=gpu --time=12:00:00"
     """
-    from trainer.config.reading.load import with_settings
     from trainer.planning.data_rows import require_dataset
     from trainer.planning.planning import machine_facts
-    from trainer.queue.adding import request
+    from trainer.queue.adding import cluster_request, request
     from trainer.queue.scheduler import is_scheduled
 
     require_dataset(layers.dataset)
-    local, facts = _queue(), machine_facts()
-    known, words = local.gpus(), tuple(word.strip() for word in on.split(",")) if on else ()
+    queue, words = _queue(), tuple(word.strip() for word in on.split(",")) if on else ()
+    cluster = _cluster(slurm, words)
+    facts, known = (None, ()) if cluster else (machine_facts(), queue.gpus())
     requests = []
+    for loaded, title, group in _each_of(layers, vary, name):
+        if facts is None:
+            requests.append(cluster_request(loaded, name=title, group=group, held=held))
+        else:
+            requests.append(request(loaded, facts, known, name=title, group=group, on=words, held=held))
+    for number, one in zip((cluster or queue).submit(requests), requests, strict=True):
+        say(f"job {number}: {one_line(one.name)} -> {one_line(one.run)}")
+    if not cluster and not is_scheduled(queue.folder):
+        say("note: nothing starts jobs now: `trainer queue run` does", err=True)
+
+
+def _cluster(slurm: str | None, on: Sequence[str]) -> Cluster | None:
+    """The launcher of the cluster that was named; None for this machine."""
+    from trainer.queue.clusters.known import LAUNCHERS
+
+    if slurm is None:
+        return None
+    if on:
+        raise ConfigError("a cluster chooses the GPUs itself", where="--on", remedy="leave it out")
+    try:
+        options = shlex.split(slurm)
+    except ValueError as error:
+        raise ConfigError(f"{error}", where="--slurm", remedy="write it as for a shell") from error
+    return LAUNCHERS["slurm"](_queue().folder, options)
+
+
+def _each_of(layers: Layers, vary: Sequence[str], name: str | None) -> Iterator[tuple[Loaded, str, str]]:
+    """Each job's configuration, its name and that of its group."""
+    from trainer.config.reading.load import with_settings
+
     for varied, suffix in _varied(layers, vary):
         loaded = varied.load()
-        whole = title = name or loaded.config.output_dir.absolute().name
+        run = loaded.config.output_dir.absolute()
+        whole = name or run.name
         if suffix:
-            run = loaded.config.output_dir.absolute()
             loaded = with_settings(loaded, {"output_dir": run.with_name(f"{run.name}-{suffix}")})
-            title = f"{whole}-{suffix}"
-        group = whole if suffix else ""
-        requests.append(request(loaded, facts, known, name=title, group=group, on=words, held=held))
-    for number, one in zip(local.submit(requests), requests, strict=True):
-        say(f"job {number}: {one_line(one.name)} -> {one_line(one.run)}")
-    if not is_scheduled(local.folder):
-        say("note: nothing starts jobs now: `trainer queue run` does", err=True)
+        yield loaded, f"{whole}-{suffix}" if suffix else whole, whole if suffix else ""
 
 
 def _varied(layers: Layers, vary: Sequence[str]) -> Iterator[tuple[Layers, str]]:
@@ -116,6 +151,7 @@ def list_jobs() -> None:
     Examples:
       trainer queue list
     """
+    from trainer.queue.clusters import known
     from trainer.queue.launcher import State
     from trainer.queue.overview import overview
     from trainer.queue.scheduler import is_scheduled
@@ -128,7 +164,9 @@ def list_jobs() -> None:
         step = "" if one.step is None else f"{one.step}/{'?' if one.total is None else one.total}"
         job = one.job
         rows.append([str(job.id), job.name, job.group, one.seen.state, one.gpus, step, one.note])
-    for line in aligned([[one_line(cell) for cell in row] for row in rows]) if entries else ["no jobs"]:
+    for taken, seen in known.overview(local.folder):
+        rows.append([taken.word, taken.name, taken.group, seen.state, "", "", seen.words])
+    for line in aligned([[one_line(cell) for cell in row] for row in rows]) if rows[1:] else ["no jobs"]:
         say(line)
     if any(one.seen.state is State.WAITING for one in entries) and not is_scheduled(local.folder):
         say("note: nothing starts jobs now: `trainer queue run` does", err=True)
@@ -144,8 +182,13 @@ def move(name: str, place: int) -> None:
     Examples:
       trainer queue move 7 1
     """
-    local = _queue()
-    local.move(_found(local, [name]), place)
+    from trainer.queue.local import Local
+
+    found = _found([name])
+    if not all(isinstance(queue, Local) for queue, _ in found):
+        remedy = "the cluster's own client knows its priorities"
+        raise ConfigError("its order is the cluster's", where=name, remedy=remedy)
+    _queue().move([job for _, job in found], place)
 
 
 @shown_below_options
@@ -159,8 +202,7 @@ def hold(names: tuple[str, ...], release: bool) -> None:
       trainer queue hold 7
       trainer queue hold 7 --release
     """
-    local = _queue()
-    _each(local.release if release else local.hold, _found(local, names))
+    _each(lambda queue, job: queue.release(job) if release else queue.hold(job), _found(names))
 
 
 @shown_below_options
@@ -175,8 +217,7 @@ def stop(names: tuple[str, ...], forget: bool) -> None:
       trainer queue stop ranks            # all jobs of the group
       trainer queue stop 7 --forget
     """
-    local = _queue()
-    _each(local.forget if forget else local.stop, _found(local, names))
+    _each(lambda queue, job: queue.forget(job) if forget else queue.stop(job), _found(names))
 
 
 @shown_below_options
@@ -189,9 +230,8 @@ def log(name: str, lines: int) -> None:
     Examples:
       trainer queue log 7 --lines 100
     """
-    local = _queue()
-    for job in _found(local, [name]):
-        for line in local.log(job).splitlines()[-lines:]:
+    for queue, job in _found([name]):
+        for line in queue.log(job).splitlines()[-lines:]:
             say(line)
 
 
@@ -221,33 +261,43 @@ def run(drain: bool, stop_runs: bool) -> None:
     say(f"no more jobs are started; runs {'go on when they are' if stop_runs else 'go on'}", err=True)
 
 
-def _each(change: Callable[[str], None], jobs: Sequence[str]) -> None:
+def _each(
+    change: Callable[[Local | Cluster, str], None], jobs: Sequence[tuple[Local | Cluster, str]]
+) -> None:
     """Change every job that can be changed so; raises ConfigError with all others then."""
     problems: list[Problem] = []
-    for job in jobs:
+    for queue, job in jobs:
         try:
-            change(job)
+            change(queue, job)
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
 
 
-def _found(local: Local, names: Sequence[str]) -> list[str]:
-    """The numbers of the jobs that these are the numbers of, else the names or groups, in their order.
+def _found(names: Sequence[str]) -> list[tuple[Local | Cluster, str]]:
+    """The jobs that these are the numbers of, else the names or groups, in their order: each with its queue.
 
     Raises ConfigError where a name is none's.
     """
+    from trainer.queue.clusters import known, records
     from trainer.words.near import did_you_mean
 
-    jobs = [job for job, _ in local.jobs()]
-    found: list[str] = []
+    local = _queue()
+    # number, name and group; the queue by which it is changed, and its name there
+    jobs: list[tuple[tuple[str, str, str], tuple[Local | Cluster, str]]] = [
+        ((str(job.id), job.name, job.group), (local, str(job.id))) for job, _ in local.jobs()
+    ]
+    jobs += [
+        ((one.word, one.name, one.group), (known.cluster_of(local.folder, one), one.job))
+        for one in records.kept(local.folder)
+    ]
+    found: dict[str, tuple[Local | Cluster, str]] = {}
     for name in names:
-        matches = [name] if name in [str(job.id) for job in jobs] else []
-        matches = matches or [str(job.id) for job in jobs if name in (job.name, job.group)]
+        matches = [one for one in jobs if one[0][0] == name] or [one for one in jobs if name in one[0][1:]]
         if not matches:
-            near = did_you_mean(name, [word for job in jobs for word in (job.name, job.group) if word])
+            near = did_you_mean(name, [word for words, _ in jobs for word in words[1:] if word])
             remedy = f"{near}`trainer queue list` shows all"
             raise ConfigError(f'no job is called "{name}"', where=str(local.folder), remedy=remedy)
-        found += matches
-    return list(dict.fromkeys(found))
+        found |= {words[0]: target for words, target in matches}
+    return list(found.values())

@@ -62,6 +62,24 @@ def request(
     )
 
 
+def cluster_request(loaded: Loaded, *, name: str, group: str = "", held: bool = False) -> Request:
+    """The job of a configuration for a cluster, its values written out. Nothing is planned: this machine is
+    not the one that trains. Raises DataError for samples that are not there.
+    """
+    require_data(loaded)
+    asked = loaded.config.parallel.gpus
+    return Request(
+        config=dump(loaded.config, loaded.sources),
+        name=name,
+        group=group,
+        run=Path(os.path.realpath(loaded.config.output_dir)),
+        working_folder=Path.cwd(),
+        gpus=(CPU,) if requested_profile() == CPU else (),
+        count=1 if asked == "auto" else asked,
+        held=held,
+    )
+
+
 def try_request(
     loaded: Loaded, one: Try, folder: Path, facts: Facts, known: Sequence[GpuUse], *, name: str
 ) -> Request:

@@ -25,6 +25,8 @@ class State(enum.StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     LOST = "lost"
+    UNKNOWN = "unknown"
+    """Where a cluster says something that is none of these."""
 
 
 ENDED = frozenset({State.FINISHED, State.FAILED, State.LOST})

@@ -23,7 +23,9 @@ BASE = K8S / "base"
 OVERLAYS = tuple(TARGETS)
 OF_RUNS = ("kueue", "monitoring", "no-operator", "offline", "two-gpus", "wandb")
 """Components that change a run, or add to it."""
-COMPONENTS = (*OF_RUNS, "ui")
+OF_HOSTS = ("indexed-job", "jobset", "trainjob")
+"""Components that have a run on several nodes, of which it takes one, before kueue."""
+COMPONENTS = (*OF_RUNS, *OF_HOSTS, "ui")
 RENDER_TIMEOUT_SECONDS = 60
 
 Manifest = dict[str, Any]
@@ -55,7 +57,16 @@ def container(manifest: Manifest) -> Manifest:
 
 
 def environment(manifest: Manifest) -> dict[str, str]:
-    return {entry["name"]: entry["value"] for entry in container(manifest)["env"]}
+    """Variables whose values are written there."""
+    return {entry["name"]: entry["value"] for entry in container(manifest)["env"] if "value" in entry}
+
+
+def as_job(manifest: Manifest) -> Manifest:
+    """The Job that its operator makes of a JobSet or of a TrainingRuntime, as far as that is written."""
+    spec = manifest["spec"] if manifest["kind"] == "JobSet" else manifest["spec"]["template"]["spec"]
+    (replicated,) = spec["replicatedJobs"]
+    name = {"name": f"{manifest['metadata']['name']}-{replicated['name']}-0"}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": name, "spec": replicated["template"]["spec"]}
 
 
 def plain(overlay: str) -> list[Manifest]:

@@ -19,9 +19,11 @@ from tests.unit.container_files.k8s_files import (
     BASE,
     COMPONENTS,
     K8S,
+    OF_HOSTS,
     OF_RUNS,
     OVERLAYS,
     Manifest,
+    as_job,
     combined,
     container,
     environment,
@@ -46,8 +48,18 @@ ONE_GPU_A_NODE = ("cpu", "dgx-spark")
 """Overlays whose nodes have one GPU at most."""
 SEVERAL_GPUS_A_NODE = tuple(name for name in OVERLAYS if name not in ONE_GPU_A_NODE)
 NEWEST_MINORS = 3
-OPERATOR = "monitoring.coreos.com/v1"
-MODELLED = {(OPERATOR, "PodMonitor"), (OPERATOR, "PrometheusRule")}
+OPERATOR, JOBSET, KUBEFLOW = (
+    "monitoring.coreos.com/v1",
+    "jobset.x-k8s.io/v1alpha2",
+    "trainer.kubeflow.org/v1alpha1",
+)
+MODELLED = {
+    (OPERATOR, "PodMonitor"),
+    (OPERATOR, "PrometheusRule"),
+    (JOBSET, "JobSet"),
+    (KUBEFLOW, "TrainingRuntime"),
+    (KUBEFLOW, "TrainJob"),
+}
 """Custom resources that a package ships models of."""
 CORE = re.compile(r"v1|(apps|batch|networking\.k8s\.io|rbac\.authorization\.k8s\.io)/v1")
 UNVALIDATED = {("kueue.x-k8s.io/v1beta2", "LocalQueue"): "no package ships a schema or model of it"}
@@ -56,8 +68,9 @@ UNVALIDATED = {("kueue.x-k8s.io/v1beta2", "LocalQueue"): "no package ships a sch
 
 def everything(tmp_path: Path) -> list[Manifest]:
     """One manifest of each kind that exists, rendered by kubectl."""
-    chosen = [name for name in COMPONENTS if name not in ("no-operator", "offline")]
-    return combined(tmp_path, "hopper-fp8", chosen) + render(K8S / "files")
+    chosen = [name for name in COMPONENTS if name not in ("no-operator", "offline", *OF_HOSTS)]
+    of_hosts = [manifest for name in OF_HOSTS for manifest in combined(tmp_path, "hopper-fp8", [name])]
+    return combined(tmp_path, "hopper-fp8", chosen) + of_hosts + render(K8S / "files")
 
 
 def kind(manifest: Manifest) -> tuple[str, str]:
@@ -271,8 +284,19 @@ def test_the_schemas_find_mistakes(damage: Callable[[Any], None]) -> None:
 def unknown_to_the_operator(manifest: Manifest) -> list[str]:
     """Fields that the published model of a custom resource does not know. Raises for wrong types."""
     from cloudcoil.models.prometheus_operator import v1
+    from kubeflow_trainer_api import models
 
-    model = {"PodMonitor": v1.PodMonitor, "PrometheusRule": v1.PrometheusRule}[manifest["kind"]]
+    model: Any = {
+        "PodMonitor": v1.PodMonitor,
+        "PrometheusRule": v1.PrometheusRule,
+        "JobSet": models.JobsetV1alpha2JobSet,
+        "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+        "TrainJob": models.TrainerV1alpha1TrainJob,
+    }[manifest["kind"]]
+    if manifest["kind"] in ("JobSet", "TrainingRuntime"):
+        # pods are the core's, whose schema judges the Job inside: these models take neither "8Gi" nor a name
+        manifest = copy.deepcopy(manifest)
+        as_job(manifest)["spec"]["template"] = {}
     kept = model.model_validate(manifest).model_dump(mode="json", by_alias=True, exclude_unset=True)
     return list(_missing(manifest, kept, manifest["kind"]))
 
@@ -305,6 +329,23 @@ def test_the_models_find_mistakes() -> None:
     monitor["spec"]["podMetricsEndpoints"] = "metrics"
     with pytest.raises(ValueError, match="podMetricsEndpoints"):
         unknown_to_the_operator(monitor)
+
+
+@pytest.mark.container
+def test_the_models_of_several_hosts_find_mistakes(tmp_path: Path) -> None:
+    train_job = one(combined(tmp_path, "cpu", ["trainjob"]), "TrainJob")
+    # of versions before 2.2
+    runtime = one(combined(tmp_path, "cpu", ["trainjob"]), "TrainingRuntime")
+    train_job["spec"]["podTemplateOverrides"] = []
+    assert unknown_to_the_operator(train_job) == ["TrainJob.spec.podTemplateOverrides"]
+    runtime["spec"]["template"]["spec"]["failurePolicy"]["rules"][0]["onExitCodes"] = [70]
+    assert unknown_to_the_operator(runtime) == [
+        "TrainingRuntime.spec.template.spec.failurePolicy.rules.onExitCodes"
+    ]
+    job_set = one(combined(tmp_path, "cpu", ["jobset"]), "JobSet")
+    del job_set["spec"]["failurePolicy"]["rules"][0]["action"]
+    with pytest.raises(ValueError, match="action"):
+        unknown_to_the_operator(job_set)
 
 
 @pytest.mark.container

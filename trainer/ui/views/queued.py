@@ -29,6 +29,7 @@ from trainer.ui.views.state import StateView
 KINDS = {
     State.WAITING: "waiting", State.HELD: "paused", State.RUNNING: "running", State.STOPPING: "running",
     State.FINISHED: "good", State.FAILED: "bad", State.LOST: "bad",
+    State.UNKNOWN: "paused",
 }  # fmt: skip
 """Icon and colour of each state of a job."""
 STEPS = "train.max_train_steps"

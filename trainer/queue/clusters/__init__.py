@@ -1,0 +1,1 @@
+"""Launchers of clusters, by the clusters' own clients. No torch."""

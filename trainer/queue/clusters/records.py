@@ -1,0 +1,72 @@
+"""Jobs that this user's queue handed to clusters: one small file each. Their states are the cluster's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.errors import StorageError
+from trainer.files import atomic
+
+_FOLDER = "clusters"
+_NAME = re.compile(r"(?P<launcher>[a-z]+)-(?P<job>[A-Za-z0-9][A-Za-z0-9.-]*)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted:
+    """A job that a cluster took."""
+
+    launcher: str
+    job: str
+    """Its name in the cluster."""
+    name: str
+    """Its name for people."""
+    group: str
+    run: str
+    """Its run folder, as the cluster's machines name it."""
+    folder: str = ""
+    """Where its configuration and its output are on this machine; empty where they are the cluster's."""
+
+    @property
+    def word(self) -> str:
+        """Its name in `trainer queue`: `slurm-12`."""
+        return f"{self.launcher}-{self.job}"
+
+
+def kept(queue: Path, launcher: str = "") -> list[Submitted]:
+    """The jobs of a launcher, or of all, by their age. Raises StorageError for a damaged record."""
+    with atomic.reading_told(queue / _FOLDER):
+        paths = [path for path in (queue / _FOLDER).glob("*.json") if _NAME.fullmatch(path.stem)]
+        by_age = sorted(paths, key=lambda path: path.stat().st_mtime_ns)
+    found = [_read(path) for path in by_age]
+    return [one for one in found if launcher in ("", one.launcher)]
+
+
+def keep(queue: Path, one: Submitted) -> None:
+    """Write a job down. Raises StorageError."""
+    folder = queue / _FOLDER
+    with atomic.no_space_told(folder):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    atomic.write_text(folder / f"{one.word}.json", json.dumps(dataclasses.asdict(one)))
+
+
+def drop(queue: Path, one: Submitted) -> None:
+    """Take a job off the list."""
+    (queue / _FOLDER / f"{one.word}.json").unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Submitted:
+    with atomic.reading_told(path):
+        text = path.read_bytes()
+    try:
+        one = Submitted(**json.loads(text))
+    except (TypeError, ValueError) as error:
+        remedy = "remove it; the job itself is the cluster's, and stays"
+        raise StorageError("no record of a job: it was damaged", where=str(path), remedy=remedy) from error
+    if one.word != path.stem or not all(isinstance(value, str) for value in dataclasses.astuple(one)):
+        remedy = "remove it; the job itself is the cluster's, and stays"
+        raise StorageError("no record of this job: it was damaged", where=str(path), remedy=remedy)
+    return one

@@ -1,0 +1,215 @@
+"""The launcher of a Slurm cluster: sbatch, squeue, scontrol, scancel. All nodes see the run folders."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config import environment, launchers
+from trainer.errors import ConfigError, ExitCode
+from trainer.files import atomic
+from trainer.queue.clusters import records
+from trainer.queue.clusters.client import asked
+from trainer.queue.clusters.records import Submitted
+from trainer.queue.launcher import CPU, ENDED, Request, Seen, State, meaning
+from trainer.telemetry.run_folder.process import read_process
+
+SCRIPT = Path(__file__).with_name("train.sbatch")
+_OWN = "slurm"
+"""Folder in the run's with its configuration and what its starts print."""
+_COLUMNS = "JobID:|,State:|,exit_code:|,Reason:"
+_LAUNCH = "LAUNCH"
+"""Variable of the script: the words of the program that trains."""
+_HELD_BY = ("JobHeldUser", "JobHeldAdmin", "held state", "JobHoldMaxRequeue")
+"""Parts of reasons for which only a person lets a job start."""
+_AGAIN = "; added again, its run goes on from the newest checkpoint"
+# fmt: off
+_STATES: Mapping[str, Seen] = {
+    "CONFIGURING": Seen(state=State.RUNNING, words="Slurm gets its nodes ready"),
+    "RUNNING": Seen(state=State.RUNNING),
+    "SIGNALING": Seen(state=State.RUNNING),
+    "STAGE_OUT": Seen(state=State.RUNNING),
+    "COMPLETING": Seen(state=State.STOPPING, words="its processes end"),
+    "SUSPENDED": Seen(state=State.HELD, words="suspended by Slurm"),
+    "STOPPED": Seen(state=State.HELD, words="suspended by Slurm"),
+    "SPECIAL_EXIT": Seen(state=State.HELD, words="held by Slurm for its exit code"),
+    "REQUEUED": Seen(state=State.WAITING, words="queued again"),
+    "COMPLETED": Seen(state=State.FINISHED, exit_code=ExitCode.OK),
+    "CANCELLED": Seen(state=State.FAILED, words=f"cancelled{_AGAIN}"),
+    "TIMEOUT": Seen(state=State.FAILED, words=f"its time limit came before it had saved{_AGAIN}"),
+    "PREEMPTED": Seen(state=State.FAILED, words=f"preempted, and Slurm did not queue it again{_AGAIN}"),
+    "DEADLINE": Seen(state=State.FAILED, words=f"its deadline passed{_AGAIN}"),
+    "OUT_OF_MEMORY": Seen(state=State.FAILED, words="it took more memory than Slurm gave it (--mem)"),
+    "NODE_FAIL": Seen(state=State.LOST, words=f"a node failed{_AGAIN}"),
+    "BOOT_FAIL": Seen(state=State.LOST, words="a node did not start"),
+}
+# fmt: on
+"""Slurm's states -> ours, those apart that its reason or the exit code decides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """A `Launcher` for the cluster that this machine submits to."""
+
+    queue: Path
+    """Folder of the queue, for what was submitted."""
+    options: Sequence[str] = ()
+    """Options of sbatch, which go before ours."""
+
+    def submit(self, requests: Sequence[Request]) -> list[str]:
+        """Take in all of these jobs or none; their names. Raises ConfigError, StorageError."""
+        self._require_own_folders(requests)
+        taken: list[Submitted] = []
+        try:
+            for request in requests:
+                taken.append(self._submitted(request))
+                records.keep(self.queue, taken[-1])
+        except BaseException:
+            for one in taken:
+                asked(("scancel", one.job))
+                records.drop(self.queue, one)
+            raise
+        return [one.word for one in taken]
+
+    def _require_own_folders(self, requests: Sequence[Request]) -> None:
+        runs = [str(request.run) for request in requests]
+        busy = [one for one, seen in self.jobs() if one.run in runs and seen.state not in ENDED]
+        if busy or len(set(runs)) < len(runs):
+            what = (
+                f"{busy[0].name} ({busy[0].word}) writes there" if busy else "two of these jobs write there"
+            )
+            where = busy[0].run if busy else ", ".join(runs)
+            raise ConfigError(what, where=where, remedy="choose another output_dir")
+
+    def _submitted(self, request: Request) -> Submitted:
+        own = request.run / _OWN
+        with atomic.no_space_told(own):
+            own.mkdir(parents=True, exist_ok=True)
+        config = own / "config.yaml"
+        atomic.write_text(config, request.config)
+        gpus = () if CPU in request.gpus else (f"--gpus-per-node={request.count}",)
+        held = ("--hold",) if request.held else ()
+        # sbatch replaces % in it
+        output = str(own / "output.log").replace("%", "%%")
+        words = (f"--job-name={request.name}", f"--chdir={request.working_folder}", f"--output={output}")
+        said = asked(
+            (
+                "sbatch",
+                "--parsable",
+                "--export=ALL",
+                *words,
+                *gpus,
+                *held,
+                *self.options,
+                str(SCRIPT),
+                str(config),
+            ),
+            environment=_for_the_script(environment.snapshot()),
+        )
+        job = said.strip().partition(";")[0]
+        if not job.isdecimal():
+            what = f"sbatch said {said.strip()[:80]!r}, and not the number of a job"
+            raise ConfigError(what, where="sbatch", remedy="see with squeue whether it was submitted")
+        return Submitted(
+            launcher="slurm",
+            job=job,
+            name=request.name,
+            group=request.group,
+            run=str(request.run),
+            folder=str(own),
+        )
+
+    def jobs(self) -> list[tuple[Submitted, Seen]]:
+        """All jobs that were submitted here, each with its state now."""
+        known = records.kept(self.queue, "slurm")
+        rows = states(
+            asked(("squeue", "--me", "--states=all", "--noheader", f"--Format={_COLUMNS}")) if known else ""
+        )
+        return [(one, rows.get(one.job) or _gone(Path(one.run))) for one in known]
+
+    def state(self, job: str) -> Seen:
+        """The state of a job now."""
+        return next(seen for one, seen in self.jobs() if one.job == job)
+
+    def stop(self, job: str) -> None:
+        """Ask a run to save and end; it is held then. One that has not begun is held."""
+        asked(("scontrol", "hold", job))
+        if self.state(job).state in (State.RUNNING, State.STOPPING):
+            # to the steps: the script outlives them, and queues the job again, held
+            asked(("scancel", "--signal=TERM", job))
+
+    def hold(self, job: str) -> None:
+        """Have a job not start, or not go on, until `release`."""
+        asked(("scontrol", "hold", job))
+
+    def release(self, job: str) -> None:
+        """Let a held job start, or go on."""
+        if self.state(job).state in ENDED:
+            raise ConfigError("it has ended", where=f"slurm-{job}", remedy="add its configuration again")
+        asked(("scontrol", "release", job))
+
+    def log(self, job: str) -> str:
+        """All that its starts printed."""
+        (one,) = [one for one in records.kept(self.queue, "slurm") if one.job == job]
+        path = Path(one.folder) / "output.log"
+        with atomic.reading_told(path):
+            return path.read_text(errors="replace") if path.is_file() else ""
+
+    def forget(self, job: str) -> None:
+        """Take a job that has ended, or that Slurm does not know, off the list."""
+        for one, seen in self.jobs():
+            if one.job == job:
+                if seen.state not in ENDED:
+                    raise ConfigError(f"it is {seen.state}", where=one.word, remedy=f"scancel {job} ends it")
+                records.drop(self.queue, one)
+
+
+def states(text: str) -> dict[str, Seen]:
+    """The states of jobs by their numbers, from squeue's rows of number, state, exit status and reason."""
+    rows: Iterable[list[str]] = (line.split("|", 3) for line in text.splitlines())
+    return {row[0].strip(): judged(*(cell.strip() for cell in row[1:])) for row in rows if len(row) == 4}
+
+
+def judged(word: str, status: str, reason: str) -> Seen:
+    """The state of a job by Slurm's word for it, the status that wait(2) gives, and Slurm's reason."""
+    held = any(part in reason for part in _HELD_BY)
+    if word == "PENDING":
+        why = "" if reason in ("", "None") else f"Slurm: {reason}"
+        return Seen(state=State.HELD if held else State.WAITING, words=why)
+    if word == "RUNNING" and held:
+        return Seen(state=State.RUNNING, words="is held when it ends before it is finished")
+    if word == "FAILED":
+        code = _exit_code(status)
+        return Seen(
+            state=State.FAILED, words=f"Slurm: {reason}" if code is None else meaning(code), exit_code=code
+        )
+    return _STATES.get(word) or Seen(state=State.UNKNOWN, words=f"Slurm: {word or 'no word'}, {reason}")
+
+
+def _exit_code(status: str) -> int | None:
+    if not (status.isascii() and status.isdecimal()) or int(status) > 0xFFFF:
+        return None
+    code = os.waitstatus_to_exitcode(int(status))
+    return 128 - code if code < 0 else code
+
+
+def _gone(run: Path) -> Seen:
+    """The state of a job that Slurm has forgotten, as it does some minutes after its end."""
+    process = read_process(run)
+    code = None if process is None else process.exit_code
+    if code == ExitCode.OK:
+        return Seen(state=State.FINISHED, exit_code=code)
+    if code is not None:
+        return Seen(state=State.FAILED, words=f"{meaning(code)}; Slurm no longer knows it", exit_code=code)
+    return Seen(state=State.LOST, words=f"Slurm no longer knows it, and it left no exit code{_AGAIN}")
+
+
+def _for_the_script(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a job: this process's, without what would change its configuration or its place."""
+    left_out = (*launchers.VARIABLES, "TRAINER_RUNTIME_DIR", "TRAINER_QUEUE_JOB")
+    kept = environment.with_absolute_paths(environment.without_settings(environ))
+    own = {name: value for name, value in kept.items() if name not in left_out}
+    return {_LAUNCH: f"{sys.executable} -P -m trainer", **own}
