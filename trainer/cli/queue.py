@@ -67,10 +67,17 @@ _jobs = click.argument("names", metavar="JOB...", nargs=-1, required=True)
 @click.option(
     "--slurm",
     metavar="OPTIONS",
-    help="Hand it to Slurm with these options of sbatch; `` where it needs none.",
+    help="Hand it to Slurm with these options of sbatch; '' where it needs none.",
 )
+@click.option("--kueue", metavar="FOLDER", help="Hand it to Kueue as this folder's kustomization of a Job.")
 def add(
-    layers: Layers, name: str | None, on: str | None, vary: tuple[str, ...], held: bool, slurm: str | None
+    layers: Layers,
+    name: str | None,
+    on: str | None,
+    vary: tuple[str, ...],
+    held: bool,
+    slurm: str | None,
+    kueue: str | None,
 ) -> None:
     """Add a run, or a group of runs, behind all others. The configuration is kept as it is now.
     \f
@@ -79,41 +86,48 @@ def add(
       trainer queue add my.yaml --on 0,1
       trainer queue add my.yaml --name ranks --vary lora.rank=8,16,32
       trainer queue add my.yaml --slurm="--partition=gpu --time=12:00:00"
+      trainer queue add my.yaml --kueue my-run
     """
     from trainer.planning.data_rows import require_dataset
     from trainer.planning.planning import machine_facts
     from trainer.queue.adding import cluster_request, request
     from trainer.queue.scheduler import is_scheduled
 
-    require_dataset(layers.dataset)
+    if kueue is None:
+        require_dataset(layers.dataset)
     queue, words = _queue(), tuple(word.strip() for word in on.split(",")) if on else ()
-    cluster = _cluster(slurm, words)
+    cluster = _cluster(slurm, kueue, words)
     facts, known = (None, ()) if cluster else (machine_facts(), queue.gpus())
     requests = []
     for loaded, title, group in _each_of(layers, vary, name):
         if facts is None:
-            requests.append(cluster_request(loaded, name=title, group=group, held=held))
+            own = cluster_request(loaded, name=title, group=group, held=held, shared=kueue is None)
         else:
-            requests.append(request(loaded, facts, known, name=title, group=group, on=words, held=held))
+            own = request(loaded, facts, known, name=title, group=group, on=words, held=held)
+        requests.append(own)
     for number, one in zip((cluster or queue).submit(requests), requests, strict=True):
         say(f"job {number}: {one_line(one.name)} -> {one_line(one.run)}")
     if not cluster and not is_scheduled(queue.folder):
         say("note: nothing starts jobs now: `trainer queue run` does", err=True)
 
 
-def _cluster(slurm: str | None, on: Sequence[str]) -> Cluster | None:
+def _cluster(slurm: str | None, kueue: str | None, on: Sequence[str]) -> Cluster | None:
     """The launcher of the cluster that was named; None for this machine."""
     from trainer.queue.clusters.known import LAUNCHERS
 
-    if slurm is None:
+    if slurm is None and kueue is None:
         return None
+    if slurm is not None and kueue is not None:
+        raise ConfigError("a job goes to one cluster", where="--slurm, --kueue", remedy="leave one out")
     if on:
         raise ConfigError("a cluster chooses the GPUs itself", where="--on", remedy="leave it out")
+    folder = _queue().folder
+    if kueue is not None:
+        return LAUNCHERS["kueue"](folder, [kueue])
     try:
-        options = shlex.split(slurm)
+        return LAUNCHERS["slurm"](folder, shlex.split(slurm or ""))
     except ValueError as error:
         raise ConfigError(f"{error}", where="--slurm", remedy="write it as for a shell") from error
-    return LAUNCHERS["slurm"](_queue().folder, options)
 
 
 def _each_of(layers: Layers, vary: Sequence[str], name: str | None) -> Iterator[tuple[Loaded, str, str]]:

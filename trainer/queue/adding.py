@@ -62,17 +62,23 @@ def request(
     )
 
 
-def cluster_request(loaded: Loaded, *, name: str, group: str = "", held: bool = False) -> Request:
+def cluster_request(
+    loaded: Loaded, *, name: str, group: str = "", held: bool = False, shared: bool = True
+) -> Request:
     """The job of a configuration for a cluster, its values written out. Nothing is planned: this machine is
-    not the one that trains. Raises DataError for samples that are not there.
+    not the one that trains.
+
+    shared: whether the cluster's machines have the folders of this one, so that samples must be there, else
+    DataError is raised.
     """
-    require_data(loaded)
-    asked = loaded.config.parallel.gpus
+    if shared:
+        require_data(loaded)
+    asked, run = loaded.config.parallel.gpus, loaded.config.output_dir
     return Request(
         config=dump(loaded.config, loaded.sources),
         name=name,
         group=group,
-        run=Path(os.path.realpath(loaded.config.output_dir)),
+        run=Path(os.path.realpath(run)) if shared else run,
         working_folder=Path.cwd(),
         gpus=(CPU,) if requested_profile() == CPU else (),
         count=1 if asked == "auto" else asked,

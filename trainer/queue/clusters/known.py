@@ -8,6 +8,7 @@ from typing import Protocol
 
 from trainer.errors import ConfigError
 from trainer.queue.clusters import records
+from trainer.queue.clusters.kueue import Kueue
 from trainer.queue.clusters.records import Submitted
 from trainer.queue.clusters.slurm import Slurm
 from trainer.queue.launcher import Launcher, Seen, State
@@ -35,6 +36,7 @@ class Cluster(Launcher, Protocol):
 
 LAUNCHERS: Mapping[str, Callable[[Path, Sequence[str]], Cluster]] = {
     "slurm": lambda queue, options: Slurm(queue=queue, options=options),
+    "kueue": lambda queue, options: Kueue(queue=queue, options=options),
 }
 """A launcher by its name, for a queue's folder and the options of the cluster's own client."""
 
