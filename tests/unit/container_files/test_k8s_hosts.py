@@ -28,13 +28,13 @@ QUEUE = "kueue.x-k8s.io/queue-name"
 
 
 def of_run(manifests: list[Manifest], name: str) -> Manifest:
-    """What makes the pods, as a Job."""
+    """The maker of the pods, as a Job."""
     kind = {"jobset": "JobSet", "trainjob": "TrainingRuntime"}.get(name)
     return one(manifests, "Job") if kind is None else as_job(one(manifests, kind))
 
 
 def started(manifests: list[Manifest], name: str) -> Manifest:
-    """What a cluster's queue starts."""
+    """The object that a cluster's queue starts."""
     return one(manifests, {"jobset": "JobSet", "trainjob": "TrainJob"}.get(name, "Job"))
 
 

@@ -5,6 +5,7 @@ The Job's claims and accounts are there already, and its configuration names the
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
@@ -50,24 +51,28 @@ class Kueue:
         if len(self.options) != 1:
             remedy = "name one folder with a kustomization.yaml (docs/clusters.md)"
             raise ConfigError("which Job is to be started is not said", where="--kueue", remedy=remedy)
+        if any(request.held for request in requests):
+            remedy = "add it without --held, then `trainer queue hold`"
+            raise ConfigError("Kueue takes no job that is held", where="--held", remedy=remedy)
         template = _template(asked(("kubectl", "kustomize", self.options[0])), self.options[0])
         taken: list[Submitted] = []
-        try:
+        with contextlib.ExitStack() as undo:
             for request in requests:
                 name = _name(request.name)
-                one = Submitted(
-                    launcher="kueue", job=name, name=request.name, group=request.group, run=str(request.run)
+                taken.append(
+                    Submitted(
+                        launcher="kueue",
+                        job=name,
+                        name=request.name,
+                        group=request.group,
+                        run=str(request.run),
+                    )
                 )
-                taken.append(one)
+                undo.callback(_delete, name)
                 _create(_manifests(template, name, request))
-                records.keep(self.queue, one)
-                if request.held:
-                    self.hold(name)
-        except BaseException:
-            for one in taken:
-                _delete(one.job)
-                records.drop(self.queue, one)
-            raise
+                records.keep(self.queue, taken[-1])
+                undo.callback(records.drop, self.queue, taken[-1])
+            undo.pop_all()
         return [one.word for one in taken]
 
     def jobs(self) -> list[tuple[Submitted, Seen]]:
@@ -113,7 +118,7 @@ class Kueue:
             asked(("kubectl", "patch", name, "--type=merge", f"--patch={patch}"))
 
     def log(self, job: str) -> str:
-        """What the pods print that are still there."""
+        """Output of the pods that are still there."""
         return asked(
             ("kubectl", "logs", f"--selector=batch.kubernetes.io/job-name={job}", "--tail=-1", "--prefix")
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import environment, launchers
+from trainer.config.interpreter import python
 from trainer.errors import ConfigError, ExitCode
 from trainer.files import atomic
 from trainer.queue.clusters import records
@@ -63,15 +64,13 @@ class Slurm:
         """Take in all of these jobs or none; their names. Raises ConfigError, StorageError."""
         self._require_own_folders(requests)
         taken: list[Submitted] = []
-        try:
+        with contextlib.ExitStack() as undo:
             for request in requests:
                 taken.append(self._submitted(request))
+                undo.callback(asked, ("scancel", taken[-1].job))
                 records.keep(self.queue, taken[-1])
-        except BaseException:
-            for one in taken:
-                asked(("scancel", one.job))
-                records.drop(self.queue, one)
-            raise
+                undo.callback(records.drop, self.queue, taken[-1])
+            undo.pop_all()
         return [one.word for one in taken]
 
     def _require_own_folders(self, requests: Sequence[Request]) -> None:
@@ -212,4 +211,4 @@ def _for_the_script(environ: Mapping[str, str]) -> dict[str, str]:
     left_out = (*launchers.VARIABLES, "TRAINER_RUNTIME_DIR", "TRAINER_QUEUE_JOB")
     kept = environment.with_absolute_paths(environment.without_settings(environ))
     own = {name: value for name, value in kept.items() if name not in left_out}
-    return {_LAUNCH: f"{sys.executable} -P -m trainer", **own}
+    return {_LAUNCH: " ".join(python("-m", "trainer")), **own}

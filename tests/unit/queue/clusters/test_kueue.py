@@ -70,7 +70,7 @@ NEARLY = JSON | st.fixed_dictionaries(
         "status": STATUS | JSON,
     }
 )
-"""What has the shape of a Job or of a Workload, down to some depth."""
+"""JSON of the shape of a Job or of a Workload, down to some depth."""
 
 
 def job(
@@ -182,6 +182,13 @@ def test_what_a_quota_refuses_leaves_nothing(cluster: Path, tmp_path: Path) -> N
         Kueue(queue=tmp_path / "queue", options=("my-run",)).submit([request(tmp_path)])
     assert "delete" in words(cluster, "kubectl")
     assert not records.kept(tmp_path / "queue")
+
+
+def test_a_job_that_is_held_is_refused(cluster: Path, tmp_path: Path) -> None:
+    """Its Workload, by which it is held, is made some time after it."""
+    with pytest.raises(ConfigError, match="no job that is held"):
+        Kueue(queue=tmp_path / "queue", options=("my-run",)).submit([request(tmp_path, held=True)])
+    assert not (cluster / "created").exists()
 
 
 @pytest.mark.parametrize(
