@@ -20,8 +20,15 @@ COMPOSE = ROOT / "compose"
 Node = dict[str, Any]
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML with compose's `!reset`, which takes away a value of the files below."""
+
+
+_Loader.add_constructor("!reset", lambda loader, node: None)
+
+
 def load(name: str) -> Node:
-    content = yaml.safe_load((COMPOSE / name).read_text())
+    content = yaml.load((COMPOSE / name).read_text(), Loader=_Loader)
     assert isinstance(content, dict)
     return content
 

@@ -25,6 +25,7 @@ STUDIO = ("studio", "queue")
 FILES = {
     "base.yaml",
     "monitoring.yaml",
+    "two-sparks.yaml",
     *(f"{profile}.yaml" for profile in TARGETS),
 }
 HOST_VARIABLES = {f"TRAINER_{volume.name.upper()}": volume for volume in VOLUMES}
@@ -175,6 +176,7 @@ def test_every_variable_is_explained_and_used() -> None:
     for name, used_in in (
         ("base.yaml", ("base.yaml", "cpu.yaml", "generic-cuda.yaml")),
         ("monitoring.yaml", ("monitoring.yaml",)),
+        ("two-sparks.yaml", ("two-sparks.yaml",)),
     ):
         text = (COMPOSE / name).read_text()
         comments = "\n".join(re.findall(r"^#(.*)$", text, re.MULTILINE))
