@@ -89,7 +89,8 @@ class Slurm:
             own.mkdir(parents=True, exist_ok=True)
         config = own / "config.yaml"
         atomic.write_text(config, request.config)
-        gpus = () if CPU in request.gpus else (f"--gpus-per-node={request.count}",)
+        # a written number counts the GPUs of all nodes
+        gpus = f"--gpus={request.count}" if request.count > 1 else "--gpus-per-node=1"
         held = ("--hold",) if request.held else ()
         # sbatch replaces % in it
         output = str(own / "output.log").replace("%", "%%")
@@ -100,7 +101,7 @@ class Slurm:
                 "--parsable",
                 "--export=ALL",
                 *words,
-                *gpus,
+                *(() if CPU in request.gpus else (gpus,)),
                 *held,
                 *self.options,
                 str(SCRIPT),

@@ -96,9 +96,7 @@ def test_a_job_is_handed_over_by_words_and_without_settings(
     *ours, script, last = words(clients, "sbatch")
     assert (script, last) == (str(SCRIPT), str(config))
     output = str(config.with_name("output.log")).replace("%", "%%")
-    assert {f"--job-name={name}", f"--chdir={tmp_path}", f"--output={output}", "--gpus-per-node=2"} < set(
-        ours
-    )
+    assert {f"--job-name={name}", f"--chdir={tmp_path}", f"--output={output}", "--gpus=2"} < set(ours)
     # after ours: the last one of two counts
     assert ours[-1] == "--partition=gpu"
     told = dict(
