@@ -84,6 +84,17 @@ def test_what_goes_before_it_has_it_save_and_go_on_later(cluster: Slurm) -> None
     cluster.wait(job, state="COMPLETED")
 
 
+def test_a_job_that_was_held_while_it_ran_is_held_when_it_is_queued_again(cluster: Slurm) -> None:
+    """By which the queue's stop holds a job that is preempted in the same moment."""
+    job = cluster.submit("my.yaml", options=TWO, LAUNCH=STAND_IN, CODES=";0,0")
+    cluster.wait(job, state="RUNNING", text="begins", times=2)
+    cluster.ask("scontrol", "hold", job)
+    urgent = cluster.ask("sbatch", "--parsable", "--partition=urgent", *TWO, "--output=/dev/null", "--wrap=:")
+    cluster.wait(job, state="PENDING", text="saved for a job that goes before it")
+    cluster.wait(urgent.strip(), state="COMPLETED")
+    cluster.wait(job, state="PENDING JobHeld")
+
+
 def test_a_time_limit_no_longer_than_the_time_to_save_is_no_circle(cluster: Slurm) -> None:
     """Slurm gives the signal soon after the start then: the job would be queued again and again."""
     job = cluster.submit("my.yaml", options=("--time=1",), LAUNCH=STAND_IN)
