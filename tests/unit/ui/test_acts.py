@@ -21,7 +21,7 @@ from trainer.queue.local import Local
 from trainer.telemetry import control
 from trainer.telemetry.control import Order
 from trainer.ui.studio import Studio, identifier
-from trainer.ui.views.queued import WORDS, Act, change_job, queue_view
+from trainer.ui.views.queued import WORDS, Act, change_job, queue_signature, queue_view
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -124,6 +124,27 @@ def test_every_act_has_a_word_and_each_row_only_those_that_work(studio: Studio, 
         for act in row.acts:
             if act is not Act.FORGET:
                 change_job(row.id, act)  # raises where it does not work
+
+
+def test_a_signature_changes_with_the_queue_and_asks_for_nothing_while_that_rests(
+    studio: Studio, queue: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeLocal(queue.folder, FakeMachine(uuids=(), identity=Machine.here()))
+    one, two, three = (str(job.id) for job, _ in queue.jobs())
+    changes = [lambda: queue.hold(one), lambda: queue.hold(two), lambda: queue.hold(three),
+               lambda: queue.move([three], 1), lambda: queue.forget(two), lambda: queue.release(one),
+               fake.start_due, lambda: fake.fake.started[0].end(0), lambda: queue.release(three),
+               lambda: queue.hold(three)]  # fmt: skip
+    seen = [queue_signature(studio)]
+    for change in changes:
+        change()
+        seen.append(queue_signature(studio))
+        assert seen[-1] != seen[-2]
+    with monkeypatch.context() as patched:
+        patched.setattr(Local, "jobs", None)
+        assert queue_signature(studio) == seen[-1]
+        patched.setattr("trainer.ui.views.queued.is_scheduled", lambda folder: True)
+        assert queue_signature(studio) != seen[-1]
 
 
 def test_the_page_says_that_nothing_starts_what_waits(client: TestClient, queue: Local) -> None:

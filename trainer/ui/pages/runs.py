@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route
 from trainer.ui import stream
 from trainer.ui.page import part, render
 from trainer.ui.studio import Studio
-from trainer.ui.views.queued import WORDS, Act, change_job, queue_view
+from trainer.ui.views.queued import WORDS, Act, change_job, queue_signature, queue_view
 from trainer.ui.views.runs import FILTERS, RunsView, run_folders, runs_view
 from trainer.ui.views.state import signature
 
@@ -37,7 +37,10 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
                 part=lambda: part(
                     request, "_home.html", view=asked(request), queue=queue_view(studio), words=WORDS
                 ),
-                changed=lambda: (queue_view(studio), [signature(folder) for folder in run_folders(studio)]),
+                changed=lambda: (
+                    queue_signature(studio),
+                    [signature(folder) for folder in run_folders(studio)],
+                ),
             ),
         )
 

@@ -12,6 +12,7 @@ from trainer.config import environment
 from trainer.errors import ConfigError, Problem, StorageError
 from trainer.families.loading import load_config
 from trainer.planning.planning import machine_facts
+from trainer.queue import database
 from trainer.queue.adding import request
 from trainer.queue.launcher import ALIVE, ENDED, Request, State
 from trainer.queue.local import users_queue
@@ -94,6 +95,33 @@ def queue_view(studio: Studio) -> QueueView:
         rows=tuple(_row(studio, entry, place, len(entries)) for place, entry in enumerate(entries)),
         scheduled=is_scheduled(queue.folder),
     )
+
+
+def queue_signature(studio: Studio) -> object:
+    """A value that changes whenever `queue_view` would. Cheap where no job waits or runs: such a queue
+    changes by its database alone.
+    """
+    queue = users_queue()
+    try:
+        # before the jobs are read: what changes in between is seen at the next look
+        changes = database.changes(queue.folder)
+        if _rests(queue.folder, changes):
+            return changes, is_scheduled(queue.folder)
+    except StorageError:
+        pass  # the view says so
+    return queue_view(studio)
+
+
+_at_rest: dict[Path, bytes | None] = {}
+"""Folder of a queue -> its database's `changes` at which no job waited or ran."""
+
+
+def _rests(folder: Path, changes: bytes | None) -> bool:
+    if _at_rest.get(folder, b"") != changes:
+        if any(seen.state not in ENDED | {State.HELD} for _, seen in users_queue().jobs()):
+            return False
+        _at_rest[folder] = changes
+    return True
 
 
 def _row(studio: Studio, entry: Entry, place: int, count: int) -> QueueRow:
