@@ -19,6 +19,7 @@ from trainer.telemetry import locks
 from trainer.ui.access import TOKEN_FILE, Access
 from trainer.ui.app import LOOPBACK_HOSTS, create_app
 from trainer.ui.scheduling import scheduling
+from trainer.ui.stream import RESTING_SECONDS, until_next
 from trainer.ui.studio import Studio
 from trainer.ui.views.new import warm
 from trainer.ui.views.runs import runs_view
@@ -29,11 +30,10 @@ _MOST_REQUESTS = 256
 _LAST_SECONDS = 2
 _WARM_AFTER_SECONDS = 2
 """Wait before the first plans of families, so that the first page is not waited for."""
-_TICK_SECONDS = 1.0
 
 
 class _Server(uvicorn.Server):
-    """A server that wakes once a second where nobody asks; uvicorn's own wakes ten times."""
+    """A server that wakes every 5 s where nobody asks; uvicorn's own wakes ten times a second."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -45,7 +45,7 @@ class _Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         while not await self.on_tick(0):  # at 0 it also sets the date of its answers
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_TICK_SECONDS):
+                async with asyncio.timeout(until_next(RESTING_SECONDS)):
                     await self._asked_to_end.wait()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
