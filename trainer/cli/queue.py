@@ -151,6 +151,30 @@ def move(name: str, place: int) -> None:
 @shown_below_options
 @queue.command()
 @_jobs
+@click.option(
+    "--on",
+    metavar="GPU[,GPU]",
+    required=True,
+    help="These GPUs, by nvidia-smi's numbers or UUIDs, as many as each takes; or any.",
+)
+def assign(names: tuple[str, ...], on: str) -> None:
+    """Have jobs that do not run wait for other GPUs than they do.
+    \f
+    Examples:
+      trainer queue assign 7 --on 1
+      trainer queue assign ranks --on any     # all jobs of the group
+    """
+    from trainer.queue.adding import uuid_of
+
+    local = _queue()
+    known = local.gpus()
+    gpus = () if on == "any" else tuple(uuid_of(word.strip(), known) for word in on.split(","))
+    _each(functools.partial(local.assign, gpus=gpus), _found(local, names))
+
+
+@shown_below_options
+@queue.command()
+@_jobs
 @click.option("--release", is_flag=True, help="Let them start, or go on after they were stopped or failed.")
 def hold(names: tuple[str, ...], release: bool) -> None:
     """Have jobs not start before they are released. One that runs goes on: `stop` ends it.
