@@ -89,6 +89,8 @@ main()
 """The command with streams that look, and say that they live, so much more often."""
 _LONGEST_LOOK_SECONDS = 600
 _LONGEST_WARMING_SECONDS = 120
+_IDLE_AFTER_SECONDS = 40
+"""Time without any change after which a tab is idle: its stream looks less often after 30 s."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -129,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a line a figure, and write the record."""
     parser = types.command_parser("ui", __doc__)
     parser.add_argument("--starts", type=types.positive, default=5, help="starts of the studio")
-    parser.add_argument("--idle", type=types.positive, default=30, help="seconds with an idle tab")
+    parser.add_argument("--idle", type=types.positive, default=60, help="seconds with an idle tab")
     parser.add_argument("--hours", type=types.positive, default=8, help="hours of a tab that stays open")
     parser.add_argument("--record", type=Path, help="docs/benchmarks/NAME.json, whose other rows stay")
     types.add_common(parser, "--month")
@@ -177,10 +179,10 @@ def _used(folder: Path, idle_seconds: int) -> Iterator[Measured]:
         mib = [_resident_bytes(process) / 1e6]
         yield Measured(what="memory after them", samples=mib, unit="MB", median_limit=120)
         page.goto(url)
-        page.wait_for_timeout(5000)
-        before = _ticks(process)
+        page.wait_for_timeout(1000 * _IDLE_AFTER_SECONDS)
+        before = _busy_seconds(process)
         page.wait_for_timeout(1000 * idle_seconds)
-        share = 100 * (_ticks(process) - before) / _TICKS / idle_seconds
+        share = 100 * (_busy_seconds(process) - before) / idle_seconds
         yield Measured(what="a core, with an idle tab", samples=[share], unit="%", digits=2, median_limit=0.1)
 
 
@@ -333,6 +335,12 @@ def _resident_bytes(process: subprocess.Popen[str]) -> int:
     found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
     assert found is not None
     return 1024 * int(found[1])
+
+
+def _busy_seconds(process: subprocess.Popen[str]) -> float:
+    """Processor time of all its threads so far, in seconds, by the scheduler's own count."""
+    threads = Path(f"/proc/{process.pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 def _ticks(process: subprocess.Popen[str]) -> int:

@@ -25,6 +25,15 @@ CHROMIUM = Path("/usr/bin/chromium")
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = ROOT / "tests/golden/machines/rtx-4090.json"
 """Recorded machine that studios of these tests show: pictures of pages do not tell of this one."""
+TWO_GPUS = """
+from trainer.cli import main
+from trainer.machine.occupancy import GpuUse
+from trainer.queue import local
+one, two = (GpuUse(uuid=f"GPU-{k}", index=k, name="Fake", pids=(4711,) * k) for k in (0, 1))
+local.usable_gpus = lambda: (one, two)
+main()
+"""
+"""The command on a machine whose queue has two GPUs; another program computes on the second."""
 
 
 @dataclass(kw_only=True)
@@ -57,8 +66,8 @@ def start() -> Iterator[Callable[..., Running]]:
     """Start a studio over folders of a test; all are ended at the end."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(folder: Path, *arguments: str, facts: Path = FACTS) -> Running:
-        words = [sys.executable, "-m", "trainer", "ui", "--no-queue"]
+    def begin(folder: Path, *arguments: str, facts: Path = FACTS, code: str = "") -> Running:
+        words = [sys.executable, *(("-c", code) if code else ("-m", "trainer")), "ui", "--no-queue"]
         words += () if "--port" in arguments else ("--port", "0")
         for name in ("runs", "data", "models"):
             (folder / name).mkdir(exist_ok=True, parents=True)
@@ -206,15 +215,15 @@ def full(tmp_path_factory: pytest.TempPathFactory, start: Callable[..., Running]
     made.process.begin(folders["cats-rank-32"], supervisor=2**22, runtime_dir=root / "gone")
     local = Local(folder=root / "queue")
     for name in ("cats-rank-8", "cats-rank-16"):
-        wanted = Request(
-            config="{}", name=name, group="cats", run=runs / name, working_folder=root, gpus=(CPU,)
+        one_of = Request(
+            config="{}", name=name, group="cats", run=runs / name, working_folder=root, seconds=2400.0
         )
-        local.submit([wanted])
+        local.submit([one_of])
     name, rest = "cyanotype-try-2", {"working_folder": root, "gpus": (CPU,), "pictures": one.pictures}
     local.submit([Request(config="{}", name=name, run=wait, **rest)])
     local.hold("2")
     with made.running(folders["portraits"], runtime, step=182, steps=300):
-        yield Full(studio=start(root), folders=folders, runtime=runtime)
+        yield Full(studio=start(root, code=TWO_GPUS), folders=folders, runtime=runtime)
 
 
 @pytest.fixture(scope="session")

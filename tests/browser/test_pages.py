@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from playwright.sync_api import BrowserContext, Page
+from playwright.sync_api import BrowserContext, Page, expect
 
 from tests.browser.conftest import PROMPTS, ROOT, Full, Running, Watched, drawn, logged_in, until
 from tests.unit.ui import made
+from trainer.queue.local import Local
 from trainer.telemetry import control
 from trainer.telemetry.control import Order
 from trainer.telemetry.sinks.records import MetricsLog, read_metrics
@@ -334,11 +335,36 @@ def test_keys_lead_through_the_runs(new_context: NewContext, full: Full) -> None
 
 def test_the_list_follows_the_queue(new_context: NewContext, full: Full) -> None:
     page = logged_in(new_context(), full.studio)
-    assert page.locator(".queue .what b").all_inner_texts() == ["cats-rank-8", "cats-rank-16"]
+    assert page.locator(".queue .what b").all_text_contents() == ["cats-rank-8", "cats-rank-16"]
+    group = page.locator(".group > details > summary")
+    expect(group).to_have_text("cats 2 jobs: 1 waiting, 1 held")
+    group.click()
     page.get_by_role("button", name="Down: cats-rank-8").click()
     until(page, "document.querySelector('.queue .what b')?.textContent === 'cats-rank-16'")
+    group.click()
     page.get_by_role("button", name="Up: cats-rank-8").click()
     until(page, "document.querySelector('.queue .what b')?.textContent === 'cats-rank-8'")
+
+
+def test_a_job_is_given_another_gpu_and_the_lanes_follow(new_context: NewContext, full: Full) -> None:
+    page = logged_in(new_context(), full.studio)
+    lanes = page.locator(".lanes tr")
+    assert lanes.all_inner_texts() == [
+        "GPU 0\t\ncats-rank-8, next; free in about 40 min",
+        "GPU 1\t\nin use by PID 4711; nobody knows when it is free",
+    ]
+    page.locator(".group > details > summary").click()
+    page.get_by_text("Choose").first.click()
+    page.get_by_label("GPU 1").first.check()
+    Local(folder=full.studio.runs.parent / "queue").hold("3")
+    until(page, "document.querySelectorAll('.queue .state.paused').length === 2")
+    assert page.get_by_label("GPU 1").first.is_checked(), "what is chosen and open stays so"
+    page.get_by_role("button", name="Wait for these GPUs: cats-rank-8").click()
+    expect(page.locator(".how").first).to_contain_text("waits for GPU 1, in use by PID 4711")
+    assert not lanes.count(), "nobody knows when"
+    local = Local(folder=full.studio.runs.parent / "queue")
+    local.assign("1", ())
+    local.release("3")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -1,4 +1,4 @@
-"""A13: a run on a tiny base is asked by buttons, stops with 75, and goes on through the queue."""
+"""A13 and A18: a run on a tiny base, asked by buttons, stops with 75, goes on by the queue, and is tried."""
 
 from __future__ import annotations
 
@@ -26,7 +26,18 @@ def pressed(page: Page, button: str, done: str) -> None:
     page.locator(f".note:has-text('{done}'):has-text('done at step')").wait_for(timeout=_WAIT_MS)
 
 
-def test_save_sample_stop_and_resume(
+def asked_to_draw(page: Page, studio: Running, run: str) -> str:
+    """Ask for a try of the run's newest LoRA, as the form has it but small; the address of its page."""
+    page.goto(f"{studio.url}/try?run={run}")
+    page.get_by_label("Prompts").fill("an owl")
+    for label, value in (("Seed", "7"), ("Size", "64"), ("Steps", "2")):
+        page.get_by_label(label, exact=True).fill(value)
+    page.get_by_role("button", name="Draw").click()
+    page.wait_for_url("**/try/*/*")
+    return page.url
+
+
+def test_save_sample_stop_resume_and_try(
     new_context: Callable[..., BrowserContext],
     start: Callable[..., Running],
     tiny_base: Callable[[str], Path],
@@ -37,7 +48,15 @@ def test_save_sample_stop_and_resume(
     config = yard.write_config(CASES[0], studio.runs)
     environ = environment(tmp_path, 0, yard.cache) | {"TRAINER_QUEUE_DIR": str(tmp_path / "queue")}
     trainer = [sys.executable, "-m", "trainer"]
-    words = ["train", str(config), "--no-probe", "--set", "train.max_train_steps=100000"]
+    words = [
+        "train",
+        str(config),
+        "--no-probe",
+        "--set",
+        "train.max_train_steps=100000",
+        "--set",
+        "checkpoint.lora_files=true",
+    ]
     run = subprocess.Popen([*trainer, *words], cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
     folder = studio.runs / "run"
     try:
@@ -63,5 +82,13 @@ def test_save_sample_stop_and_resume(
         assert (read_run(folder).state, read_run(folder).step >= stopped) == (State.RESUMABLE, True)
         steps = [step for step, _ in read_run(folder).losses]
         assert steps == sorted(set(steps)), "no step is there twice"
+        tried = [asked_to_draw(page, studio, identifier(studio.runs, folder)) for _ in range(2)]
+        queue = subprocess.Popen([*trainer, "queue", "run", "--drain"], cwd=ROOT, env=environ)
+        page.locator("a > img").wait_for(timeout=_WAIT_MS)
+        assert queue.wait(PATIENCE_SECONDS) == 0
+        first, again = ([page.request.get(f"{one}/{column}/0").body() for column in (0, 1)] for one in tried)
+        assert first == again and first[0] != first[1], (
+            "equal seeds, equal bytes; the LoRA changes the picture"
+        )
     finally:
         run.kill()

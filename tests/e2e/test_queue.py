@@ -21,7 +21,7 @@ from trainer.queue.launcher import State
 from trainer.queue.local import Local
 from trainer.telemetry.status import read_status
 from trainer.ui.studio import Studio, identifier
-from trainer.ui.views.queued import train_on
+from trainer.ui.views.queueing.jobs import train_on
 
 LORA = CASES[0]
 NOT_THE_JOBS = {"TRAINER__TRAIN__MAX_TRAIN_STEPS": "1", "RANK": "1", "WORLD_SIZE": "2"}

@@ -196,13 +196,31 @@ def move(name: str, place: int) -> None:
     Examples:
       trainer queue move 7 1
     """
-    from trainer.queue.local import Local
+    _queue().move(_found_here([name]), place)
 
-    found = _found([name])
-    if not all(isinstance(queue, Local) for queue, _ in found):
-        remedy = "the cluster's own client knows its priorities"
-        raise ConfigError("its order is the cluster's", where=name, remedy=remedy)
-    _queue().move([job for _, job in found], place)
+
+@shown_below_options
+@queue.command()
+@_jobs
+@click.option(
+    "--on",
+    metavar="GPU[,GPU]",
+    required=True,
+    help="These GPUs, by nvidia-smi's numbers or UUIDs, as many as each takes; or any.",
+)
+def assign(names: tuple[str, ...], on: str) -> None:
+    """Have jobs that do not run wait for other GPUs than they do.
+    \f
+    Examples:
+      trainer queue assign 7 --on 1
+      trainer queue assign ranks --on any     # all jobs of the group
+    """
+    from trainer.queue.adding import uuid_of
+
+    local = _queue()
+    known = local.gpus()
+    gpus = () if on == "any" else tuple(uuid_of(word.strip(), known) for word in on.split(","))
+    _each(lambda _, job: local.assign(job, gpus=gpus), [(local, job) for job in _found_here(names)])
 
 
 @shown_below_options
@@ -287,6 +305,17 @@ def _each(
             problems += error.problems
     if problems:
         raise ConfigError(problems)
+
+
+def _found_here(names: Sequence[str]) -> list[str]:
+    """The numbers of such jobs of this machine's queue; raises ConfigError for a cluster's."""
+    from trainer.queue.local import Local
+
+    found = _found(names)
+    if not all(isinstance(queue, Local) for queue, _ in found):
+        remedy = "the cluster's own client knows priorities and options of a job"
+        raise ConfigError("its order and its GPUs are the cluster's", where=", ".join(names), remedy=remedy)
+    return [job for _, job in found]
 
 
 def _found(names: Sequence[str]) -> list[tuple[Local | Cluster, str]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from trainer.cli.options import GivenPath, Layers, LoraFile, config_arguments, layer_options
 from trainer.cli.output import say, shown_below_options
@@ -54,7 +55,9 @@ def sample(
     from trainer.engine.spec import Job
 
     if folder is not None:
-        return _draw_try(layers, folder.resolve(), alone=not (lora or model or before_after or prompts))
+        named = click.get_current_context().get_parameter_source("picture") is not ParameterSource.DEFAULT
+        alone = not (lora or model or before_after or prompts or named)
+        return _draw_try(layers, folder.resolve(), alone=alone)
     loaded = _for_one_process(layers.load())
     if not all(prompt.strip() for prompt in prompts):
         raise ConfigError("an empty prompt", where="--prompt", remedy="write what to draw")
@@ -97,7 +100,7 @@ def _draw_try(layers: Layers, folder: Path, *, alone: bool) -> int:
     from trainer.telemetry.run_folder import tries
 
     if not alone:
-        remedy = "leave --lora, --model, --before-after and --prompt out, or --try"
+        remedy = "leave --lora, --model, --before-after, --prompt and --picture out, or --try"
         raise ConfigError("its try.json says what to draw", where=f"--try {folder}", remedy=remedy)
     one, loaded = tries.read_record(folder), layers.load(variables=False)
     for name in one.loras:

@@ -41,7 +41,7 @@ def request(
     ConfigError for GPUs that are not there, DataError for samples.
     """
     asked = loaded.config.parallel.gpus
-    gpus = tuple(_uuid(word, known) for word in on) or _any(facts, known)
+    gpus = tuple(uuid_of(word, known) for word in on) or _any(facts, known)
     count = len(gpus) or (1 if asked == "auto" else asked)
     if CPU in gpus[1:] or len(set(gpus)) < len(gpus):
         raise ConfigError("name different GPUs, or `cpu` alone", where="--on", remedy="--on 0,1")
@@ -122,7 +122,8 @@ def _any(facts: Facts, known: Sequence[GpuUse]) -> tuple[str, ...]:
     return ()
 
 
-def _uuid(word: str, known: Sequence[GpuUse]) -> str:
+def uuid_of(word: str, known: Sequence[GpuUse]) -> str:
+    """The UUID of a GPU by nvidia-smi's number or by UUID; `cpu` is itself. Raises ConfigError for others."""
     if word == CPU:
         return CPU
     found = [gpu.uuid for gpu in known if is_named(gpu, word)]

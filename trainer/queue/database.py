@@ -19,6 +19,8 @@ from trainer.telemetry import locks
 DATABASE_FILE = "queue.sqlite"
 _VERSION = 1
 _PATIENCE_SECONDS = 60.0
+_CHANGE_COUNTER = slice(24, 28)
+"""Bytes of SQLite's header that count transactions which wrote: sqlite.org/fileformat.html."""
 _MACHINE_ID = Path("/etc/machine-id")
 _DAMAGED = "the file is damaged: move it away; runs and their folders stay, the order of jobs is lost"
 _REFUSED = "let this user read and write its folder, or name another one in TRAINER_QUEUE_DIR"
@@ -128,6 +130,20 @@ def read_jobs(folder: Path) -> list[Job]:
             return jobs(connection) if made else []
     except sqlite3.DatabaseError as error:
         raise _unusable(path, error) from error
+
+
+def changes(folder: Path) -> bytes | None:
+    """A value that another transaction which writes changes; None without a database. Opens no connection.
+
+    Raises StorageError where it cannot be read.
+    """
+    path = folder / DATABASE_FILE
+    with atomic.reading_told(path):
+        try:
+            with path.open("rb") as file:
+                return file.read(_CHANGE_COUNTER.stop)[_CHANGE_COUNTER]
+        except FileNotFoundError:
+            return None
 
 
 def _unusable(path: Path, error: sqlite3.DatabaseError) -> StorageError:

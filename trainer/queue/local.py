@@ -212,6 +212,30 @@ class Local:
             rows = [(position, other.id) for position, other in enumerate(order, start=1)]
             connection.executemany("UPDATE jobs SET place = ? WHERE id = ?", rows)
 
+    def assign(self, job: str, gpus: tuple[str, ...]) -> None:
+        """Have a job that does not run take these GPUs, by UUID, or any where none is named.
+
+        Raises ConfigError where it runs, computes on the CPU, or takes another number of GPUs.
+        """
+        known = {gpu.uuid for gpu in self.gpus()}
+        with self._changing() as connection:
+            one = _named(database.jobs(connection), job)
+            if self._seen(one).state in ALIVE:
+                raise ConfigError(f"{label(one)} runs", where="queue", remedy="stop it first")
+            if one.gpus == (CPU,):
+                remedy = "add its configuration again without --on cpu"
+                raise ConfigError(f"{label(one)} computes on the CPU", where="queue", remedy=remedy)
+            if gpus and len(set(gpus)) != one.count:
+                what = f"{label(one)} takes {one.count}, and {len(set(gpus))} are named"
+                remedy = f"name {one.count}, or add its configuration again with another parallel.gpus"
+                raise ConfigError(what, where="GPUs", remedy=remedy)
+            if not known.issuperset(gpus):
+                remedy = f"GPUs that are there: {', '.join(sorted(known)) or 'none'}"
+                raise ConfigError(
+                    f"{', '.join(sorted(set(gpus) - known))} is not there", where="GPUs", remedy=remedy
+                )
+            connection.execute("UPDATE jobs SET gpus = ? WHERE id = ?", (json.dumps(gpus), one.id))
+
     def forget(self, job: str) -> None:
         """Take a job off the list, with its configuration and its output; its run folder stays.
 
@@ -336,7 +360,7 @@ class Local:
 
 def users_queue() -> Local:
     """The queue of this user and machine, in TRAINER_QUEUE_DIR."""
-    return Local(folder=environment.queue_dir().absolute())
+    return Local(folder=environment.queue_dir().absolute(), gpus=usable_gpus)
 
 
 def _named(jobs: Sequence[Job], job: str) -> Job:

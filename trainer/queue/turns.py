@@ -31,6 +31,8 @@ class Due:
     seconds: float
     at_the_earliest: bool = False
     """Whether it is later by the time that runs before it prepare, which no plan has."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs that it has then, about."""
 
     @property
     def words(self) -> str:
@@ -113,10 +115,11 @@ def starts(
         start = times[job.count - 1]
         free = [uuid for uuid in wanted if free_in.get(uuid, math.inf) <= start]
         earliest = not later.isdisjoint(free)
-        found[job.id] = None if math.isinf(start) else Due(seconds=start, at_the_earliest=earliest)
         # until it starts, GPUs that are free are kept from later jobs, and then it takes the first
         kept = list(wanted) if job.gpus else free
-        taken = kept[: job.count]
+        taken = tuple(kept[: job.count])
+        due = Due(seconds=start, at_the_earliest=earliest, gpus=taken)
+        found[job.id] = None if math.isinf(start) else due
         free_in |= dict.fromkeys(kept, start) | dict.fromkeys(taken, start + _known(job.seconds))
         later |= {*taken, *(kept if earliest else ())}
     return found

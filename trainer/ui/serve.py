@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import os
 import socket
 import threading
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 
@@ -17,6 +19,7 @@ from trainer.telemetry import locks
 from trainer.ui.access import TOKEN_FILE, Access
 from trainer.ui.app import LOOPBACK_HOSTS, create_app
 from trainer.ui.scheduling import scheduling
+from trainer.ui.stream import RESTING_SECONDS, until_next
 from trainer.ui.studio import Studio
 from trainer.ui.views.new import warm
 from trainer.ui.views.runs import runs_view
@@ -27,6 +30,29 @@ _MOST_REQUESTS = 256
 _LAST_SECONDS = 2
 _WARM_AFTER_SECONDS = 2
 """Wait before the first plans of families, so that the first page is not waited for."""
+
+
+class _Server(uvicorn.Server):
+    """A server that wakes every 5 s where nobody asks; uvicorn's own wakes ten times a second."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._asked_to_end = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def main_loop(self) -> None:
+        """Tick until the server is to end."""
+        self._loop = asyncio.get_running_loop()
+        while not await self.on_tick(0):  # at 0 it also sets the date of its answers
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(until_next(RESTING_SECONDS)):
+                    await self._asked_to_end.wait()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Have the server end: at once, not at its next tick."""
+        super().handle_exit(sig, frame)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._asked_to_end.set)
 
 
 def serve(
@@ -74,7 +100,7 @@ def serve(
             # rows of runs are kept once they were read: the first page need not wait for all of them
             threading.Thread(target=runs_view, args=(studio,), daemon=True).start()
             with scheduling(studio) if queue else contextlib.nullcontext():
-                uvicorn.Server(config).run(sockets=[listening])
+                _Server(config).run(sockets=[listening])
 
 
 def greeting(studio: Studio, access: Access, *, host: str, port: int) -> list[str]:

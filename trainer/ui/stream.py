@@ -29,11 +29,16 @@ COLUMNS = (
     "device_memory_reserved_bytes",
 )  # fmt: skip
 """Values of a point, in their order; null where a line has none."""
+RESTING_SECONDS = 5.0
+"""Time between two wakes of a process that nobody asks anything."""
 MOST_STREAMS = 8
 """Streams of one session at a time."""
 _MARK_BYTES = 256
 _CHUNK_BYTES = 1 << 18
 _LOOK_SECONDS = 1.0
+_RESTING_LOOK_SECONDS = RESTING_SECONDS
+"""Time between two looks where nothing has changed for `_RESTS_AFTER_SECONDS`: an open tab costs nothing."""
+_RESTS_AFTER_SECONDS = 30.0
 _ALIVE_SECONDS = 15.0
 _REST = 20
 """A part that took a while to render is not looked at again for this many times as long."""
@@ -127,6 +132,11 @@ class Seats:
             del self._taken[session]
 
 
+def until_next(period: float) -> float:
+    """Seconds until a moment that all who wait for this period share, so that they wake the process once."""
+    return period - time.monotonic() % period if period else 0.0
+
+
 async def events(
     *,
     part: Callable[[], str],
@@ -135,10 +145,12 @@ async def events(
     place: Place = START,
 ) -> AsyncIterator[bytes]:
     """Events until the browser leaves: `points` of `metrics` behind `place`, `anew` before points that begin
-    anew, and the HTML of `part` when it is another one. `part` is asked when `changed` gives another value.
+    anew, and the HTML of `part` when it is another one. `part` is asked when `changed` gives another value,
+    which is looked at every second, and every 5 s after 30 s in which nothing changed.
     """
     seen: object = None
-    shown, rested, told = "", 0.0, time.monotonic()
+    shown, rested = "", 0.0
+    told = moved = time.monotonic()
     yield b"retry: 1000\n\n"
     while True:
         spoke = False
@@ -157,17 +169,19 @@ async def events(
                 html = await run_in_threadpool(part)
             except UnknownIdError:
                 return  # it was removed: the page says so when it is loaded again
-            rested = time.monotonic() + _REST * (time.monotonic() - now)
+            moved = time.monotonic()
+            rested = moved + _REST * (moved - now)
             seen = value
             if html != shown:
                 yield event(html)
                 shown, spoke = html, True
         if spoke:
-            told = time.monotonic()
+            told = moved = time.monotonic()
         elif time.monotonic() - told > _ALIVE_SECONDS:
             yield b": alive\n\n"  # how a server learns that nobody is there
             told = time.monotonic()
-        await asyncio.sleep(_LOOK_SECONDS)
+        rests = time.monotonic() - moved > _RESTS_AFTER_SECONDS
+        await asyncio.sleep(until_next(_RESTING_LOOK_SECONDS if rests else _LOOK_SECONDS))
 
 
 class _EventResponse(StreamingResponse):

@@ -250,7 +250,12 @@ def test_a_try_says_what_is_drawn(
     assert main(words) == 65
     assert "a LoRA of llama" in capsys.readouterr().err
     save_file({"a.lora_B.weight": torch.ones(1)}, "run/lora/run.safetensors", {"family": "flux1_dev"})
-    for more in (["--prompt", "a"], ["--lora", "run/lora/run.safetensors"], ["--before-after"]):
+    for more in (
+        ["--prompt", "a"],
+        ["--lora", "run/lora/run.safetensors"],
+        ["--before-after"],
+        ["--picture", "a.png"],
+    ):
         assert main([*words, *more]) == 78
         assert "its try.json says what to draw" in capsys.readouterr().err
     assert not seen.specs

@@ -234,6 +234,21 @@ def test_a_number_is_that_job_alone_and_a_group_keeps_its_order(run: Run, place:
     assert named(place) == ["1", "a-8", "a-16", "c"]
 
 
+def test_jobs_are_given_other_gpus_by_number(run: Run, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = FakeMachine(UUIDS, identity=Machine.here())
+    monkeypatch.setattr("trainer.queue.local.usable_gpus", machine.gpus)
+    queue(place).submit([wanted("cats"), wanted("rank-8", group="ranks"), wanted("rank-16", group="ranks")])
+    assert run("queue", "assign", "ranks", "--on", "1") == (0, "", "")
+    assert [job.gpus for job, _ in queue(place).jobs()] == [(), (UUIDS[1],), (UUIDS[1],)]
+    assert run("queue", "assign", "rank-8", "cats", "--on", "any") == (0, "", "")
+    assert [job.gpus for job, _ in queue(place).jobs()] == [(), (), (UUIDS[1],)]
+    code, _, err = run("queue", "assign", "cats", "--on", "0,1")
+    assert code == 78 and "cats (job 1) takes 1, and 2 are named" in err
+    code, _, err = run("queue", "assign", "cats", "--on", "9")
+    assert code == 78 and 'no GPU is called "9"' in err
+    assert queue(place).job("1").gpus == ()
+
+
 def test_names_give_no_orders_to_the_terminal(run: Run, place: Path) -> None:
     queue(place).submit([wanted("a\x1b[2Jb\nc")])
     _, out, _ = run("queue", "list")

@@ -187,7 +187,9 @@ def test_starts_are_told_by_plans_and_by_runs(queue: FakeLocal, machine: FakeMac
     cats, dogs, more = overview(queue)
     assert cats.note == "preparing, then about 40 min of training"
     assert dogs.note == f"waits for GPU 0, held by cats (job 1), {cats.note}, starts in {dogs.due.words}"
-    assert (dogs.due, more.due) == tuple(Due(seconds=one, at_the_earliest=True) for one in (2400.0, 2460.0))
+    assert (dogs.due, more.due) == tuple(
+        Due(seconds=one, at_the_earliest=True, gpus=("GPU-a",)) for one in (2400.0, 2460.0)
+    )
     writer = StatusWriter(machine.live()[0].folder / jobfiles.RUNTIME)
     for phase in (Phase.LOAD, Phase.CACHE, Phase.FIRST_STEP):
         writer.beat(phase)
@@ -196,7 +198,10 @@ def test_starts_are_told_by_plans_and_by_runs(queue: FakeLocal, machine: FakeMac
     cats, dogs, more = overview(queue)
     assert cats.note == "about 30 min left"
     assert dogs.note == "waits for GPU 0, held by cats (job 1), about 30 min left, starts in about 30 min"
-    assert (dogs.due, more.due) == (Due(seconds=1800.0), Due(seconds=1860.0, at_the_earliest=True))
+    assert (dogs.due, more.due) == (
+        Due(seconds=1800.0, gpus=("GPU-a",)),
+        Due(seconds=1860.0, at_the_earliest=True, gpus=("GPU-a",)),
+    )
 
 
 def test_a_run_without_a_known_time_prepares_all_the_same(queue: FakeLocal) -> None:

@@ -52,11 +52,11 @@ def test_starts_are_when_the_machine_gets_there(
     waiting = [job(k, gpus, count, times[k]) for k, (gpus, count) in enumerate(wants)]
     busy = {UUIDS[0]: times[8], UUIDS[1]: times[9]}
     predicted = starts(waiting, UUIDS, dict(busy))
-    clock, began = 0.0, dict[int, float]()
+    clock, began, on = 0.0, dict[int, float](), dict[int, set[str]]()
     while waiting:
         for number, turn in turns(waiting, UUIDS, dict.fromkeys(busy, "busy"), {}).items():
             if turn.gpus:
-                began[number] = clock
+                began[number], on[number] = clock, set(turn.gpus)
                 length = next(one.seconds for one in waiting if one.id == number)
                 assert length is not None
                 busy |= dict.fromkeys(turn.gpus, clock + length)
@@ -65,11 +65,12 @@ def test_starts_are_when_the_machine_gets_there(
             clock = min(busy.values())
             busy = {uuid: end for uuid, end in busy.items() if end > clock}
     assert {number: due and due.seconds for number, due in predicted.items()} == pytest.approx(began)
+    assert {number: set(due.gpus) for number, due in predicted.items() if due} == on
 
 
 def test_a_time_that_nobody_knows_makes_later_ones_unknown() -> None:
     waiting = [job(1, ("GPU-a",), seconds=None), job(2, ("GPU-a",)), job(3, ("GPU-b",)), job(4, count=5)]
-    known = {1: Due(seconds=0.0), 2: None, 3: Due(seconds=7.0), 4: None}
+    known = {1: Due(seconds=0.0, gpus=("GPU-a",)), 2: None, 3: Due(seconds=7.0, gpus=("GPU-b",)), 4: None}
     assert starts(waiting, UUIDS, {"GPU-b": 7.0}) == known
     assert starts([job(1, ("GPU-a",))], UUIDS, {"GPU-a": None}) == {1: None}
 
@@ -84,7 +85,8 @@ def test_a_start_behind_a_run_that_does_not_train_yet_is_the_earliest() -> None:
     }  # fmt: skip
     # of two GPUs it keeps the one that is free first until the other is
     both = starts([job(1, count=2), job(2, ("GPU-c",))], UUIDS, left, {"GPU-a"})
-    assert both == {1: Due(seconds=4.0, at_the_earliest=True), 2: Due(seconds=5.0, at_the_earliest=True)}
+    assert both == {1: Due(seconds=4.0, at_the_earliest=True, gpus=("GPU-a", "GPU-c")),
+                    2: Due(seconds=5.0, at_the_earliest=True, gpus=("GPU-c",))}  # fmt: skip
     assert (Due(seconds=60.0).words, Due(seconds=60.0, at_the_earliest=True).words) == (
         "about 60 s", "about 60 s at the earliest"
     )  # fmt: skip

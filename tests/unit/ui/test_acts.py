@@ -21,7 +21,7 @@ from trainer.queue.local import Local
 from trainer.telemetry import control
 from trainer.telemetry.control import Order
 from trainer.ui.studio import Studio, identifier
-from trainer.ui.views.queued import WORDS, Act, change_job, queue_view
+from trainer.ui.views.queueing.jobs import WORDS, Act, change_job, queue_signature, queue_view
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -124,6 +124,103 @@ def test_every_act_has_a_word_and_each_row_only_those_that_work(studio: Studio, 
         for act in row.acts:
             if act is not Act.FORGET:
                 change_job(row.id, act)  # raises where it does not work
+
+
+def test_a_signature_changes_with_the_queue_and_asks_for_nothing_while_that_rests(
+    studio: Studio, queue: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeLocal(queue.folder, FakeMachine(uuids=(), identity=Machine.here()))
+    one, two, three = (str(job.id) for job, _ in queue.jobs())
+    changes = [lambda: queue.hold(one), lambda: queue.hold(two), lambda: queue.hold(three),
+               lambda: queue.move([three], 1), lambda: queue.forget(two), lambda: queue.release(one),
+               fake.start_due, lambda: fake.fake.started[0].end(0), lambda: queue.release(three),
+               lambda: queue.hold(three)]  # fmt: skip
+    seen = [queue_signature(studio)]
+    for change in changes:
+        change()
+        seen.append(queue_signature(studio))
+        assert seen[-1] != seen[-2]
+    with monkeypatch.context() as patched:
+        patched.setattr(Local, "jobs", None)
+        assert queue_signature(studio) == seen[-1]
+        patched.setattr("trainer.ui.views.queueing.jobs.is_scheduled", lambda folder: True)
+        assert queue_signature(studio) != seen[-1]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
+    """The queue's machine has two GPUs, and a third one on which another program computes."""
+    machine = FakeMachine(uuids=("GPU-a", "GPU-b", "GPU-c"), foreign={"GPU-c": 4711}, identity=Machine.here())
+    monkeypatch.setattr("trainer.queue.local.usable_gpus", machine.gpus)
+    return machine
+
+
+def test_lanes_are_what_has_each_gpu_and_what_comes_next(studio: Studio, two_gpus: FakeMachine) -> None:
+    local = FakeLocal(environment.queue_dir(), two_gpus)
+    jobs = {"cats": (("GPU-a",), 600.0), "dogs": (("GPU-a", "GPU-b"), 1200.0), "owls": (("GPU-b",), 60.0),
+            "bats": (("GPU-c",), 60.0)}  # fmt: skip
+    local.submit([wanted(name, gpus, seconds=seconds) for name, (gpus, seconds) in jobs.items()])
+    local.start_due()
+    lanes = queue_view(studio).lanes
+    assert [(lane.name, lane.words) for lane in lanes] == [
+        ("GPU 0", "cats, now, preparing, then about 10 min of training; "
+                  "dogs, in about 10 min at the earliest; free in about 30 min"),
+        ("GPU 1", "dogs, in about 10 min at the earliest; "
+                  "owls, in about 30 min at the earliest; free in about 31 min"),
+        ("GPU 2", "in use by PID 4711; nobody knows when it is free"),
+    ]  # fmt: skip
+    # three quarters of a line are the 1,860 s until all known ends
+    places = [[(one.start, one.width) for one in lane.stays] for lane in lanes]
+    assert places == [[(0, 24), (24, 48)], [(24, 48), (73, 2)], [(0, 100)]]
+    for run in two_gpus.live():
+        run.end(0)
+
+
+def test_a_waiting_job_is_given_other_gpus(client: TestClient, studio: Studio, two_gpus: FakeMachine) -> None:
+    local = FakeLocal(environment.queue_dir(), two_gpus)
+    local.submit(
+        [wanted("cats", ("GPU-c",)), wanted("dogs", count=2), wanted("owls", (CPU,)), wanted("all", count=3)]
+    )
+    rows = queue_view(studio).rows
+    assert [[one.name for one in row.choices if one.chosen] for row in rows] == [["GPU 2"], [], [], []]
+    assert [len(row.choices) for row in rows] == [3, 3, 0, 0], "the CPU, and all there are, are no choice"
+
+    def asked(job: int, *gpus: str) -> int:
+        return client.post(f"/queue/{job}/gpus", data={"gpu": list(gpus)}).status_code
+
+    assert asked(1, "GPU-a") == asked(2, "GPU-a", "GPU-b") == 303
+    assert [job.gpus for job, _ in local.jobs()] == [("GPU-a",), ("GPU-a", "GPU-b"), (CPU,), ()]
+    assert asked(2) == 303 and local.job("2").gpus == ()
+    for job, gpus in ((1, ["GPU-a", "GPU-b"]), (2, ["GPU-a"]), (1, ["GPU-z"]), (3, ["GPU-a"])):
+        assert asked(job, *gpus) == 422
+    assert asked(9, "GPU-a") == 404
+    local.start_due()
+    assert asked(1, "GPU-b") == 422, "it runs"
+    assert local.job("1").gpus == ("GPU-a",)
+    for run in two_gpus.live():
+        run.end(0)
+
+
+def test_jobs_of_a_group_are_one_row_that_leads_to_their_comparison(
+    client: TestClient, studio: Studio
+) -> None:
+    local, runs = (
+        Local(folder=environment.queue_dir()),
+        [made.make_run(studio.runs / f"cats-{k}") for k in (1, 2)],
+    )
+    rest = {"config": "{}", "working_folder": studio.runs, "gpus": (CPU,)}
+    local.submit([Request(name=run.name, run=run, group="cats", **rest) for run in runs])  # type: ignore[arg-type]
+    local.submit([Request(name="one", run=studio.runs / "one", **rest)])  # type: ignore[arg-type]
+    local.submit([Request(name="two", run=studio.runs / "two", group="pair", **rest)])  # type: ignore[arg-type]
+    local.hold("2")
+    sections = queue_view(studio).sections
+    assert [(one.group, [row.name for row in one.rows]) for one in sections] == [
+        ("cats", ["cats-1", "cats-2"]), ("", ["one"]), ("", ["two"]),
+    ]  # fmt: skip
+    assert sections[0].words == "2 jobs: 1 waiting, 1 held"
+    assert client.get(sections[0].compare).status_code == 200 and not sections[1].compare
+    shutil.rmtree(runs[0])
+    assert not queue_view(studio).sections[0].compare
 
 
 def test_the_page_says_that_nothing_starts_what_waits(client: TestClient, queue: Local) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from starlette.testclient import TestClient
 from tests.unit.ui import made
 from trainer.telemetry.sinks.records import MetricsLog, read_metrics
 from trainer.ui import stream
-from trainer.ui.stream import COLUMNS, START, Seats, events, lines_after, place_from, points
+from trainer.ui.stream import COLUMNS, START, Seats, events, lines_after, place_from, points, until_next
 from trainer.ui.studio import Studio, identifier
 
 
@@ -133,6 +134,30 @@ def test_a_part_is_sent_again_only_when_it_is_another_one(monkeypatch: pytest.Mo
     found = asyncio.run(collected(4, part=part, changed=changed))
     assert found[1:] == [b"data: one\n\n", b"data: two\n\n", b"data: three\n\n"]
     assert asked == ["one", "one", "two", "three"], "not asked where nothing changed"
+
+
+def test_a_tab_where_nothing_changes_is_looked_after_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, periods, values = [100.0], [], iter([1] * 32 + [2] * 3)
+
+    def until(period: float) -> float:
+        periods.append(period)
+        now[0] += period
+        return 0.0
+
+    monkeypatch.setattr(stream, "until_next", until)
+    monkeypatch.setattr(stream, "_ALIVE_SECONDS", math.inf)
+    monkeypatch.setattr(stream.time, "monotonic", lambda: now[0])
+    texts = iter(["one", "two"])
+    found = asyncio.run(collected(3, part=lambda: next(texts), changed=lambda: next(values)))
+    assert found[1:] == [b"data: one\n\n", b"data: two\n\n"]
+    assert periods == [1.0] * 31 + [5.0], "a change is seen after 5 s at most"
+
+
+def test_those_who_wait_wake_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    for now in (10.0, 12.0, 13.5, 14.75):
+        monkeypatch.setattr(stream.time, "monotonic", lambda now=now: now)
+        assert now + until_next(5.0) == 15.0
+        assert until_next(0.0) == 0.0
 
 
 def test_a_session_has_its_seats_and_no_more() -> None:

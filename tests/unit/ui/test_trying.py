@@ -28,7 +28,7 @@ from trainer.telemetry.run_folder import tries
 from trainer.telemetry.run_folder.tries import Try
 from trainer.ui.app import create_app
 from trainer.ui.studio import Studio, identifier
-from trainer.ui.views.queued import queue_view
+from trainer.ui.views.queueing.jobs import queue_view
 from trainer.ui.views.trying import choice, started
 from trainer.ui.views.trying.choice import Typed, asked, choice_view, lora_files
 from trainer.ui.views.trying.drawn import tries_of, try_view

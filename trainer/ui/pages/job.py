@@ -23,7 +23,7 @@ from trainer.ui.opened import open_below, webp
 from trainer.ui.page import part, render
 from trainer.ui.studio import Studio, UnknownIdError, found_by_id
 from trainer.ui.views.job import LEVELS, NUMBERS, job_view
-from trainer.ui.views.queued import resume, train_on
+from trainer.ui.views.queueing.jobs import resume, train_on
 from trainer.ui.views.runs import run_folder
 from trainer.ui.views.state import signature
 

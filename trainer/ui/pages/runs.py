@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route
 from trainer.ui import stream
 from trainer.ui.page import part, render
 from trainer.ui.studio import Studio
-from trainer.ui.views.queued import WORDS, Act, change_job, queue_view
+from trainer.ui.views.queueing.jobs import WORDS, Act, assign_job, change_job, queue_signature, queue_view
 from trainer.ui.views.runs import FILTERS, RunsView, run_folders, runs_view
 from trainer.ui.views.state import signature
 
@@ -37,7 +37,10 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
                 part=lambda: part(
                     request, "_home.html", view=asked(request), queue=queue_view(studio), words=WORDS
                 ),
-                changed=lambda: (queue_view(studio), [signature(folder) for folder in run_folders(studio)]),
+                changed=lambda: (
+                    queue_signature(studio),
+                    [signature(folder) for folder in run_folders(studio)],
+                ),
             ),
         )
 
@@ -48,8 +51,14 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
         await run_in_threadpool(change_job, request.path_params["job"], Act(act))
         return RedirectResponse("/", status_code=303)
 
+    async def assign(request: Request) -> Response:
+        gpus = [str(word) for word in (await request.form()).getlist("gpu") if word]
+        await run_in_threadpool(assign_job, request.path_params["job"], gpus)
+        return RedirectResponse("/", status_code=303)
+
     return [
         Route("/", show, methods=["GET"]),
         Route("/stream", follow, methods=["GET"]),
         Route("/queue/{job:int}", change, methods=["POST"]),
+        Route("/queue/{job:int}/gpus", assign, methods=["POST"]),
     ]

@@ -17,7 +17,7 @@ from trainer.telemetry.runs import Run, State, read_run
 from trainer.telemetry.status import Phase
 from trainer.ui.opened import tail
 from trainer.ui.studio import Studio, identifier
-from trainer.ui.views.more import More, more_of
+from trainer.ui.views.queueing.more import More, more_of
 from trainer.ui.views.runs import name_of, run_folder
 from trainer.ui.views.state import LOG_FILE, StateView, remedy, state_view
 from trainer.ui.views.trying.choice import lora_files

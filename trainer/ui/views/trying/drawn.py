@@ -14,7 +14,7 @@ from trainer.telemetry.run_folder import tries
 from trainer.telemetry.run_folder.tries import FOLDER, RECORD, Try
 from trainer.ui.opened import open_below, tail
 from trainer.ui.studio import Studio, UnknownIdError
-from trainer.ui.views.queued import KINDS
+from trainer.ui.views.queueing.jobs import KINDS
 from trainer.ui.views.runs import name_of, run_folder
 from trainer.ui.views.state import StateView
 

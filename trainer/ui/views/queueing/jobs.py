@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import environment
 from trainer.errors import ConfigError, Problem, StorageError
 from trainer.families.loading import load_config
+from trainer.machine.occupancy import GpuUse
 from trainer.planning.planning import machine_facts
+from trainer.queue import database
 from trainer.queue.adding import request
-from trainer.queue.launcher import ALIVE, ENDED, Request, State
+from trainer.queue.launcher import ALIVE, CPU, ENDED, Request, State
 from trainer.queue.local import users_queue
 from trainer.queue.overview import Entry, overview
 from trainer.queue.scheduler import is_scheduled
@@ -22,7 +26,8 @@ from trainer.telemetry.run_folder.tries import run_of
 from trainer.telemetry.rundir import CONFIG_FILE
 from trainer.telemetry.runs import read_run
 from trainer.ui.studio import Studio, UnknownIdError, identifier
-from trainer.ui.views.more import more_of
+from trainer.ui.views.queueing.lanes import Lane, lanes
+from trainer.ui.views.queueing.more import more_of
 from trainer.ui.views.runs import run_folder
 from trainer.ui.views.state import StateView
 
@@ -55,6 +60,15 @@ WORDS: Mapping[Act, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class GpuChoice:
+    """One GPU that a job may be given."""
+
+    uuid: str
+    name: str
+    chosen: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class QueueRow:
     """One job that waits, runs, or ended otherwise than well."""
 
@@ -66,6 +80,27 @@ class QueueRow:
     page: str
     """Path of the page of its run or try; empty where its folder does not lie below the studio's root."""
     acts: tuple[Act, ...]
+    choices: tuple[GpuChoice, ...] = ()
+    """GPUs that it may be given; none where there is nothing to choose, or it runs."""
+    count: int = 1
+    """GPUs that it takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Jobs of one group that follow each other, as one row that opens; or a job that has none."""
+
+    group: str
+    """Name of the group; empty where its jobs are rows of their own."""
+    rows: tuple[QueueRow, ...]
+    compare: str = ""
+    """Path of the page that compares the group's runs; empty where there is one at most."""
+
+    @property
+    def words(self) -> str:
+        """The number of its jobs in each state: `3 jobs: 1 running, 2 waiting`."""
+        states = Counter(row.state.word for row in self.rows)
+        return f"{len(self.rows)} jobs: {', '.join(f'{count} {word}' for word, count in states.items())}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +108,10 @@ class QueueView:
     """The queue in its order."""
 
     rows: tuple[QueueRow, ...]
+    sections: tuple[Section, ...] = ()
+    """The same rows, those of a group together."""
+    lanes: tuple[Lane, ...] = ()
+    """GPUs and who has them when, where something waits."""
     scheduled: bool
     """Whether a process starts what waits."""
     problems: tuple[Problem, ...] = ()
@@ -88,16 +127,60 @@ def queue_view(studio: Studio) -> QueueView:
     """All jobs but those that finished. Changes nothing."""
     queue = users_queue()
     try:
-        entries = [entry for entry in overview(queue) if entry.seen.state is not State.FINISHED]
+        every, gpus = overview(queue), queue.gpus()
     except StorageError as error:
         return QueueView(rows=(), scheduled=is_scheduled(queue.folder), problems=error.problems)
+    entries = [entry for entry in every if entry.seen.state is not State.FINISHED]
+    rows = tuple(_row(studio, entry, place, len(entries), gpus) for place, entry in enumerate(entries))
     return QueueView(
-        rows=tuple(_row(studio, entry, place, len(entries)) for place, entry in enumerate(entries)),
+        rows=rows,
+        sections=tuple(_sections(studio, rows, every)),
+        lanes=lanes(entries, gpus),
         scheduled=is_scheduled(queue.folder),
     )
 
 
-def _row(studio: Studio, entry: Entry, place: int, count: int) -> QueueRow:
+def _sections(studio: Studio, rows: Sequence[QueueRow], every: Sequence[Entry]) -> Iterator[Section]:
+    for group, some in itertools.groupby(rows, lambda row: row.group):
+        together = tuple(some)
+        if not group or len(together) == 1:
+            yield from (Section(group="", rows=(row,)) for row in together)
+            continue
+        runs = [entry.job.run for entry in every if entry.job.group == group]
+        shown = [run for run in runs if run.is_dir() and run.is_relative_to(studio.runs)]
+        words = "&".join(f"run={identifier(studio.runs, run)}" for run in shown)
+        compare = f"/compare?{words}" if len(shown) > 1 else ""
+        yield Section(group=group, rows=together, compare=compare)
+
+
+def queue_signature(studio: Studio) -> object:
+    """A value that changes whenever `queue_view` would. Cheap where no job waits or runs: such a queue
+    changes by its database alone.
+    """
+    queue = users_queue()
+    try:
+        # before the jobs are read: what changes in between is seen at the next look
+        changes = database.changes(queue.folder)
+        if _rests(queue.folder, changes):
+            return changes, is_scheduled(queue.folder)
+    except StorageError:
+        pass  # the view says so
+    return queue_view(studio)
+
+
+_at_rest: dict[Path, bytes | None] = {}
+"""Folder of a queue -> its database's `changes` at which no job waited or ran."""
+
+
+def _rests(folder: Path, changes: bytes | None) -> bool:
+    if _at_rest.get(folder, b"") != changes:
+        if any(seen.state not in ENDED | {State.HELD} for _, seen in users_queue().jobs()):
+            return False
+        _at_rest[folder] = changes
+    return True
+
+
+def _row(studio: Studio, entry: Entry, place: int, count: int, gpus: Sequence[GpuUse]) -> QueueRow:
     job, state = entry.job, entry.seen.state
     below = job.run.is_relative_to(studio.runs)
     return QueueRow(
@@ -108,6 +191,12 @@ def _row(studio: Studio, entry: Entry, place: int, count: int) -> QueueRow:
         gpus=entry.gpus,
         page=_page(studio, entry) if below and job.run.is_dir() else "",
         acts=_acts(state, first=place == 0, last=place == count - 1),
+        choices=()
+        if state in ALIVE or job.gpus == (CPU,) or len(gpus) <= job.count
+        else tuple(
+            GpuChoice(uuid=gpu.uuid, name=f"GPU {gpu.index}", chosen=gpu.uuid in job.gpus) for gpu in gpus
+        ),
+        count=job.count,
     )
 
 
@@ -125,6 +214,14 @@ def _acts(state: State, *, first: bool, last: bool) -> tuple[Act, ...]:
         return (Act.RELEASE, Act.FORGET)
     moves = ((Act.UP,) if not first else ()) + ((Act.DOWN,) if not last else ())
     return (*moves, Act.HOLD if state is State.WAITING else Act.RELEASE, Act.FORGET)
+
+
+def assign_job(job: int, gpus: Sequence[str]) -> None:
+    """Have a job take these GPUs, by UUID; any without one. Raises as `Local.assign`, UnknownIdError."""
+    queue = users_queue()
+    if job not in {one.id for one, _ in queue.jobs()}:
+        raise UnknownIdError(str(job))
+    queue.assign(str(job), tuple(gpus))
 
 
 def change_job(job: int, act: Act) -> None:

@@ -1,0 +1,1 @@
+"""Views of the queue on the home page, and what can be asked of its jobs."""
