@@ -6,20 +6,23 @@ squeue-22.05*.txt is what Slurm 22.05.8 (Debian 12) printed; tests/slurm asks a 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.house.sources import ROOT
 from tests.unit.queue.clusters.fakes import client, request, words
-from trainer.errors import ConfigError, StorageError
+from trainer.errors import ConfigError, ExitCode, StorageError
 from trainer.queue.clusters import known, records
 from trainer.queue.clusters.client import asked
 from trainer.queue.clusters.slurm import SCRIPT, Slurm, judged, states
 from trainer.queue.launcher import CPU, State
 
 HERE = Path(__file__).parent
+PEER_LOST = 76
 
 
 def test_a_real_squeue_is_understood() -> None:
@@ -71,6 +74,21 @@ def test_a_state_that_is_not_known_is_shown_with_slurms_words(word: str, status:
 
 def test_a_state_of_a_later_slurm_is_unknown() -> None:
     assert judged("EXPEDITING", "0", "None").state is State.UNKNOWN
+
+
+# ---- the script
+
+
+def test_the_script_that_people_submit_is_the_launchers() -> None:
+    assert (ROOT / "scripts/slurm/train.sbatch").resolve() == SCRIPT
+
+
+def test_the_script_tries_again_what_a_job_of_kubernetes_counts() -> None:
+    """75 by its cause, 76 of the machines that lost another, and a hang; all other codes are final."""
+    (cases,) = re.findall(r"^case \$code in\n(.*?)^esac$", SCRIPT.read_text(), re.MULTILINE | re.DOTALL)
+    labels = re.findall(r"^([\d |]+)\)$", cases, re.MULTILINE)
+    tried = {int(code) for label in labels for code in label.split("|")}
+    assert tried == {ExitCode.HUNG, ExitCode.STOPPED, PEER_LOST}
 
 
 # ---- clients
