@@ -341,7 +341,7 @@ def test_the_list_follows_the_queue(new_context: NewContext, full: Full) -> None
     group.click()
     page.get_by_role("button", name="Down: cats-rank-8").click()
     until(page, "document.querySelector('.queue .what b')?.textContent === 'cats-rank-16'")
-    group.click()
+    # the page was loaded anew, and what was open is open
     page.get_by_role("button", name="Up: cats-rank-8").click()
     until(page, "document.querySelector('.queue .what b')?.textContent === 'cats-rank-8'")
 
@@ -354,7 +354,7 @@ def test_a_job_is_given_another_gpu_and_the_lanes_follow(new_context: NewContext
         "GPU 1\t\nin use by PID 4711; nobody knows when it is free",
     ]
     page.locator(".group > details > summary").click()
-    page.get_by_text("Choose").first.click()
+    page.get_by_text("Choose GPUs").first.click()
     page.get_by_label("GPU 1").first.check()
     Local(folder=full.studio.runs.parent / "queue").hold("3")
     until(page, "document.querySelectorAll('.queue .state.paused').length === 2")
@@ -416,12 +416,15 @@ def test_what_was_killed_is_told_and_runs_outlive_the_studio(
         path = f"/runs/{identifier(studio.runs, folder)}"
         page.goto(studio.url + path)
         page.wait_for_selector("#live-part .state:has-text('training')", timeout=_WAIT_MS)
+        away = page.get_by_text("The studio does not answer")
+        expect(away).to_be_hidden()
         studio.process.kill()
         studio.process.wait()
         assert run.poll() is None, "the run goes on"
+        expect(away).to_be_visible(timeout=_WAIT_MS)
         again = start(tmp_path, "--port", studio.url.rpartition(":")[2])
         assert not again.link, "the token is the old one, and so is the session"
-        page.goto(again.url + path)
+        expect(away).to_be_hidden(timeout=_WAIT_MS)
         page.wait_for_selector("#live-part .state:has-text('training')", timeout=_WAIT_MS)
         run.kill()
         page.wait_for_selector("#live-part .state:has-text('lost')", timeout=_WAIT_MS)

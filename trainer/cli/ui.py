@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from pathlib import Path
 
 import click
@@ -89,4 +91,7 @@ def ui(
     )
     # the link is no output that `say` would clean of secrets: it is made to be copied
     starts = queue and not runs_elsewhere
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        # uvicorn raises what it was ended by once more
+        signal.signal(signum, lambda signum, frame: sys.exit(0))
     serve(studio, host=host, port=port, allowed=allowed, queue=starts, tell=click.echo)

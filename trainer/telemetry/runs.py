@@ -82,11 +82,11 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done: by the heartbeat once it trains, else by the last log step."""
+        """Optimizer steps done: by the heartbeat once it trains, else by the last log step or checkpoint."""
         status = self.statuses[0] if self.statuses else None
         if status is not None and status.optimizer_step is not None:
             return status.optimizer_step
-        return int(self.last.get("step", 0))
+        return max([int(self.last.get("step", 0)), *(one.step for one in self.checkpoints)])
 
     @property
     def steps(self) -> int | None:

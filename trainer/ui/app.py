@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 from starlette.applications import Starlette
@@ -65,6 +66,7 @@ def create_app(
         },
     )
     app.state.studio, app.state.access, app.state.seats = studio, access, Seats()
+    app.state.ending = asyncio.Event()
     return app
 
 

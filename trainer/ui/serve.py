@@ -33,11 +33,14 @@ _WARM_AFTER_SECONDS = 2
 
 
 class _Server(uvicorn.Server):
-    """A server that wakes every 5 s where nobody asks; uvicorn's own wakes ten times a second."""
+    """A server that wakes every 5 s where nobody asks; uvicorn's own wakes ten times a second.
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    `ending` is set once it is told to end.
+    """
+
+    def __init__(self, config: uvicorn.Config, ending: asyncio.Event) -> None:
         super().__init__(config)
-        self._asked_to_end = asyncio.Event()
+        self._asked_to_end = ending
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def main_loop(self) -> None:
@@ -81,8 +84,9 @@ def serve(
             have_webhook_file(studio)
             for line in greeting(studio, access, host=host, port=listening.getsockname()[1]):
                 tell(line)
+            app = create_app(studio, access=access, hosts=LOOPBACK_HOSTS | named(host) | frozenset(allowed))
             config = uvicorn.Config(
-                create_app(studio, access=access, hosts=LOOPBACK_HOSTS | named(host) | frozenset(allowed)),
+                app,
                 http="h11",
                 ws="none",
                 loop="asyncio",
@@ -100,7 +104,7 @@ def serve(
             # rows of runs are kept once they were read: the first page need not wait for all of them
             threading.Thread(target=runs_view, args=(studio,), daemon=True).start()
             with scheduling(studio) if queue else contextlib.nullcontext():
-                _Server(config).run(sockets=[listening])
+                _Server(config, app.state.ending).run(sockets=[listening])
 
 
 def greeting(studio: Studio, access: Access, *, host: str, port: int) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from trainer.ui.access import Access
 from trainer.ui.studio import UnknownIdError
@@ -185,16 +185,28 @@ async def events(
 
 
 class _EventResponse(StreamingResponse):
-    """A stream that ends as soon as the browser leaves: a silent one would be found out at its next event."""
+    """A stream that ends as soon as the browser leaves, or the studio is told to end: a silent one would be
+    found out at its next event.
+    """
 
-    def __init__(self, content: AsyncIterator[bytes], left: Callable[[], None]) -> None:
+    def __init__(
+        self, content: AsyncIterator[bytes], left: Callable[[], None], ending: asyncio.Event
+    ) -> None:
         super().__init__(content, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
-        self._left = left
+        self._left, self._ending = left, ending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noting(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
         tasks = [
             asyncio.create_task(self.listen_for_disconnect(receive)),
-            asyncio.create_task(self.stream_response(send)),
+            asyncio.create_task(self.stream_response(noting)),
+            asyncio.create_task(self._ending.wait()),
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -205,6 +217,8 @@ class _EventResponse(StreamingResponse):
             await asyncio.gather(*tasks, return_exceptions=True)
         for task in done:
             task.result()  # an error of the stream is told
+        if begun and tasks[1].cancelled() and self._ending.is_set():
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def streamed(request: Request, events: AsyncIterator[bytes]) -> Response:
@@ -223,4 +237,4 @@ def streamed(request: Request, events: AsyncIterator[bytes]) -> Response:
                 return
             yield one
 
-    return _EventResponse(while_open(), lambda: seats.leave(session))
+    return _EventResponse(while_open(), lambda: seats.leave(session), request.app.state.ending)

@@ -219,6 +219,13 @@ def test_jobs_of_a_group_are_one_row_that_leads_to_their_comparison(
     ]  # fmt: skip
     assert sections[0].words == "2 jobs: 1 waiting, 1 held"
     assert client.get(sections[0].compare).status_code == 200 and not sections[1].compare
+    fake = FakeLocal(local.folder, FakeMachine(uuids=(), identity=Machine.here()))
+    fake.start_due()
+    fake.fake.started[0].end(0)
+    after = queue_view(studio).sections[0]
+    assert [row.name for row in after.rows] == ["cats-2"], "what finished is no row"
+    assert (after.words, after.first) == ("2 jobs: 1 finished, 1 held", sections[0].first)
+    assert after.compare == sections[0].compare
     shutil.rmtree(runs[0])
     assert not queue_view(studio).sections[0].compare
 

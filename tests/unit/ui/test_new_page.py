@@ -16,6 +16,7 @@ from trainer.config.reading.load import load
 from trainer.queue.local import Local
 from trainer.ui.studio import Studio, identifier
 from trainer.ui.views import planned
+from trainer.ui.views.asked import starts
 
 ROOT = Path(__file__).resolve().parents[3]
 RTX_4090 = (ROOT / "tests/golden/machines/rtx-4090.json").read_text()
@@ -87,6 +88,18 @@ def test_presets_and_starts_are_offered(client: TestClient) -> None:
     chosen = [one["value"] for tag, one in page.found if tag == "option" and "selected" in one]
     assert chosen == ["qwen3_lora"]
     assert client.get("/new?start=../../etc/passwd").status_code == 200
+
+
+def test_starts_are_in_their_order_behind_the_quickstart(client: TestClient) -> None:
+    first, *rest = starts()
+    assert first == "quickstart" and rest == sorted(rest)
+
+
+def test_a_base_model_that_is_not_here_is_told_above_its_plan(client: TestClient) -> None:
+    text = client.get("/new", params={"start": "flux1_dev_lora"}).text
+    note = text[text.index("The base model comes first") :].partition("</p>")[0]
+    assert "33.7 GB to download" in note and "https://huggingface.co/black-forest-labs/FLUX.1-dev" in note
+    assert "The base model comes first" not in client.get("/new", params={"start": "quickstart"}).text
 
 
 def test_a_wrong_value_marks_its_field(client: TestClient) -> None:

@@ -9,6 +9,7 @@ import html
 import io
 import json
 import os
+import re
 import urllib.parse
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -23,7 +24,10 @@ from starlette.testclient import TestClient
 from tests.unit.ui import made
 from tests.unit.ui.conftest import ORIGIN
 from tests.unit.ui.routes import fill, listed, snapshot
+from trainer.config import environment
 from trainer.errors import Problem
+from trainer.queue.launcher import CPU, Request
+from trainer.queue.local import Local
 from trainer.ui.app import create_app
 from trainer.ui.pages.job import attachment
 from trainer.ui.studio import Studio, identifier
@@ -241,7 +245,56 @@ def test_no_page_shows_a_secret(
 
 def test_a_studio_without_runs_says_how_one_begins(client: TestClient) -> None:
     page = client.get("/").text
-    assert "No runs yet" in page and "trainer train train_configs/quickstart.yaml" in page
+    assert "No runs yet" in page and 'href="/welcome"' in page
+
+
+def test_what_waits_is_no_studio_without_runs(client: TestClient, studio: Studio) -> None:
+    run = studio.runs / "cats"
+    rest = {"config": "{}", "working_folder": studio.runs, "gpus": (CPU,)}
+    Local(folder=environment.queue_dir()).submit([Request(name="cats", run=run, **rest)])  # type: ignore[arg-type]
+    assert "No runs yet" not in client.get("/").text
+
+
+def test_a_proved_lora_is_offered_with_its_programs_and_its_picture(
+    client: TestClient, studio: Studio
+) -> None:
+    folder = made.make_run(studio.runs / "cats", done=20)
+    page = f"/runs/{identifier(studio.runs, folder)}"
+    made.result(folder)
+    (folder / "lora/cats.comfyui.safetensors").write_bytes(bytes(2**20))
+    Image.new("RGB", (8, 8)).save(folder / "before_after.png")
+    assert "is proved" not in client.get(page).text
+    made.log(folder, "info", "LoRA: a, b (ComfyUI). Proved: reloaded from disk, 69 layers.")
+    made.ended(folder, 0)
+    text = client.get(page).text
+    box = text[text.index('id="result-title"') : text.index('aria-label="Progress"')]
+    assert "Reloaded from disk, 69 layers." in box
+    for words in ("For ComfyUI: cats.comfyui.safetensors", "For diffusers: cats.safetensors"):
+        assert words in box
+    for address in re.findall(r'(?:href|src)="(/runs/[^"]+)"', box):
+        assert client.get(address).status_code == 200
+    assert len(re.findall(r'<img[^>]+src="/runs/', box)) == 1
+
+
+def test_a_stop_on_request_is_no_trouble_and_counts_its_checkpoint(
+    client: TestClient, studio: Studio
+) -> None:
+    folder = made.make_run(studio.runs / "cats", done=20)
+    made.checkpoint(folder, 26)
+    told = Problem(what="stopped on request", remedy="start the same command again to resume")
+    made.ended(folder, 75, problems=[told])
+    text = client.get(f"/runs/{identifier(studio.runs, folder)}").text
+    assert told.remedy not in text and "Step 26 of 300" in text and "Resume" in text
+
+
+def test_a_run_without_settings_says_where_it_goes_on(client: TestClient, studio: Studio) -> None:
+    folder = made.make_run(studio.runs / "cats")
+    (folder / "config.resolved.yaml").unlink()
+    made.ended(folder, 65)
+    text = client.get(f"/runs/{identifier(studio.runs, folder)}").text
+    assert (
+        "It was refused before it wrote its settings" in text and "Settings as this run has them" not in text
+    )
 
 
 def test_an_error_of_a_run_is_told_with_its_place_and_remedy(client: TestClient, studio: Studio) -> None:

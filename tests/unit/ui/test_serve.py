@@ -87,7 +87,7 @@ def test_a_second_studio_does_not_share_the_folder(studio: Studio, monkeypatch: 
 def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "trainer", "ui", "--no-queue", "--port", "0"]
     words += ["--runs", str(tmp_path / "runs")]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         link = re.search(r"(http://127\.0\.0\.1:\d+/login)#token=(\S+)", process.stdout.readline())
         assert link
@@ -99,8 +99,16 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
             urllib.request.urlopen(link[1].replace("/login", "/"))
         with pytest.raises(urllib.error.HTTPError, match="400"):
             urllib.request.urlopen(urllib.request.Request(link[1], headers={"Host": "evil.example"}))
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) in (0, -signal.SIGTERM)
+        opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        origin = {"Origin": link[1].removesuffix("/login")}
+        opener.open(urllib.request.Request(link[1], data=f"token={link[2]}".encode(), headers=origin))
+        with opener.open(link[1].replace("/login", "/stream")) as stream:
+            assert stream.readline() == b"retry: 1000\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 0
+            assert process.stderr is not None and not process.stderr.read(), (
+                "the open stream is ended in order"
+            )
 
 
 def wait_for(look: Callable[[], bool]) -> None:

@@ -23,20 +23,24 @@
     return line ? [...shared, points.map(() => line * scale)] : shared;
   }
 
+  // whether the scale is logarithmic, for losses fall by orders of magnitude, and whether each point is a dot
+  function manner(figure) {
+    const values = data(figure).slice(1).flat().filter((value) => value != null);
+    const far = figure.classList.contains("wide") && Math.min(...values) > 0 && Math.max(...values) > 20 * Math.min(...values);
+    return [far, points.length < 3];
+  }
+
   function chart(figure) {
     const keys = [...figure.querySelectorAll(".key")].map(colour);
     const style = getComputedStyle(document.body);
     const soft = colour(figure.querySelector("figcaption"));
     const grid = getComputedStyle(figure.closest(".card")).borderTopColor;
     const axis = { stroke: soft, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: `12px ${style.fontFamily}` };
-    const values = data(figure).slice(1).flat().filter((value) => value != null);
-    // losses fall by orders of magnitude
-    const far = figure.classList.contains("wide") && Math.min(...values) > 0 && Math.max(...values) > 20 * Math.min(...values);
-    const dots = (u, place) => place === 2 || points.length < 3;
+    const [far, few] = manner(figure);
     const series = keys.map((stroke, place) => ({
       stroke, width: 2, spanGaps: true,
       dash: place && figure.dataset.line && place === keys.length - 1 ? [6, 6] : undefined,
-      points: { show: dots(null, place + 1), size: 7, fill: stroke },
+      points: { show: place === 1 || few, size: 7, fill: stroke },
     }));
     return new uPlot({
       width: figure.clientWidth, height: figure.classList.contains("wide") ? 260 : 180,
@@ -69,9 +73,12 @@
       const some = figure.dataset.columns.split(" ").some((name) => column(name, 1).some((value) => value));
       figure.hidden = !some;
       if (!some) continue;
-      const old = charts.find((one) => one.figure === figure);
-      if (old) old.plot.setData(data(figure));
-      else charts.push({ figure, plot: chart(figure) });
+      const old = charts.find((one) => one.figure === figure), now = String(manner(figure));
+      if (old?.manner === now) old.plot.setData(data(figure));
+      else {
+        if (old) charts.splice(charts.indexOf(old), 1)[0].plot.destroy();
+        charts.push({ figure, manner: now, plot: chart(figure) });
+      }
     }
   }
 
@@ -81,7 +88,9 @@
     if (!box) return;
     const [prompt, step, told, picture] = box.querySelectorAll("select, input, output, img");
     const shown = [...source.querySelectorAll(".strip tbody tr")[prompt.value].querySelectorAll("img")];
+    const newest = step.value === step.max;
     step.max = shown.length - 1;
+    if (newest) step.value = step.max;
     picture.src = shown[step.value].closest("a").href;
     picture.alt = step.ariaValueText = told.textContent = shown[step.value].alt;
     box.hidden = false;
@@ -90,8 +99,18 @@
   source.addEventListener("input", slide);
   document.addEventListener("htmx:after:swap", slide);
 
-  const log = document.getElementById("log");
-  if (log) log.scrollTop = log.scrollHeight;
+  // the log's end stays in sight while it is
+  let end = true;
+  const follow = () => {
+    const log = document.getElementById("log");
+    if (log && end) log.scrollTop = log.scrollHeight;
+  };
+  source.addEventListener("scroll", ({ target }) => {
+    if (target.id === "log") end = target.scrollHeight - target.scrollTop - target.clientHeight < 20;
+  }, true);
+  document.addEventListener("htmx:after:swap", follow);
+  follow();
+  draw();
 
   function soon() {
     if (!drawing) drawing = requestAnimationFrame(draw);

@@ -29,6 +29,20 @@
     }
   });
 
+  // a stream that broke is tried again; until it is there the page is an old one
+  const away = (is) => () => { document.getElementById("away").hidden = !is; };
+  document.addEventListener("htmx:sse:error", away(true));
+  document.addEventListener("htmx:sse:after:connection", away(false));
+
+  // what was opened is open again when the page was loaded anew
+  const opened = new Set((sessionStorage.getItem("opened") ?? "").split(" "));
+  for (const one of document.querySelectorAll("details[id]")) one.open ||= opened.has(one.id);
+  document.addEventListener("toggle", ({ target }) => {
+    if (!target.matches("details[id]")) return;
+    opened[target.open ? "add" : "delete"](target.id);
+    sessionStorage.setItem("opened", [...opened].join(" "));
+  }, true);
+
   // say(text): for screen readers, in the page's one live region
   window.studio = {
     say(text) { document.getElementById("live").textContent = text; },

@@ -61,7 +61,9 @@ class Asked:
 def starts() -> Mapping[str, str]:
     """Shipped configurations to start from: the stem of the file, and its family in words."""
     found = {}
-    for path in sorted(presets.shipped_folder().glob("*.yaml"), key=lambda one: one.stem != "quickstart"):
+    for path in sorted(
+        presets.shipped_folder().glob("*.yaml"), key=lambda one: (one.stem != "quickstart", one.stem)
+    ):
         tree, _ = _shipped(path.stem)
         family = None if tree is None else tree.get(("family",))
         assert family is not None, path

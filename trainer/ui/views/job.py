@@ -11,7 +11,7 @@ from trainer.errors import ExitCode, Problem
 from trainer.telemetry import control
 from trainer.telemetry.control import Request
 from trainer.telemetry.run_folder.plan import PlannedDecision
-from trainer.telemetry.run_folder.results import Sample
+from trainer.telemetry.run_folder.results import LORA_FOLDER, Sample, SavedFile
 from trainer.telemetry.rundir import CONFIG_FILE
 from trainer.telemetry.runs import Run, State, read_run
 from trainer.telemetry.status import Phase
@@ -28,6 +28,8 @@ LEVELS = ("all", "warning", "error")
 _LOG_BYTES, _LOG_LINES, _LAST_LINES = 1 << 17, 200, 20
 _NUMBERS = 100
 _CONFIG_BYTES = 1 << 18
+_PROVED = "Proved: "
+_ENDED_WELL = (State.FINISHED, State.FINISHED_EARLY)
 _SEVERE = {"warning": 1, "error": 2, "critical": 2}
 _BAR = (
     ((Phase.LOAD,), "Load"),
@@ -125,6 +127,12 @@ class JobView:
     level: str
     numbers: tuple[tuple[int, tuple[str, ...]], ...]
     """Last log steps, newest first: step and the values of NUMBERS as text."""
+    proved: str
+    """How its result was proved, in the words of its log; empty before."""
+    results: tuple[tuple[FileView, str], ...]
+    """LoRA files of the result, each with the programs that load it."""
+    shown: FileView | None
+    """The picture with prompts without and with the result; None where there is none."""
     checkpoints: tuple[tuple[int, int], ...]
     """Step and bytes."""
     files: tuple[FileView, ...]
@@ -160,6 +168,8 @@ def job_view(studio: Studio, run_id: str, *, level: str = LEVELS[0]) -> JobView:
     level = level if level in LEVELS else LEVELS[0]
     pace = next((one.median_step_seconds for one in run.statuses[:1] if one is not None), None)
     hidden = ("family", "method", "state", "exit", "step")
+    files = tuple(_file(folder, one) for one in run.files)
+    said = [line.text.partition(_PROVED)[2] for line in lines if _PROVED in line.text]
     return JobView(
         id=run_id,
         name=name_of(studio.runs, folder),
@@ -182,12 +192,14 @@ def job_view(studio: Studio, run_id: str, *, level: str = LEVELS[0]) -> JobView:
         level=level,
         numbers=_numbers(run),
         checkpoints=tuple((one.step, one.bytes) for one in run.checkpoints),
-        files=tuple(
-            FileView(
-                id=identifier(folder, one.path), name=one.path.relative_to(folder).as_posix(), bytes=one.bytes
-            )
-            for one in run.files
+        files=files,
+        proved=said[-1] if said and run.state in _ENDED_WELL else "",
+        results=tuple(
+            (one, "ComfyUI" if one.name.endswith(".comfyui.safetensors") else "diffusers")
+            for one in files
+            if one.name.startswith(f"{LORA_FOLDER}/") and one.name.endswith(".safetensors")
         ),
+        shown=next((one for one in files if one.name == "before_after.png"), None),
         config="\n".join(tail(studio.runs, folder / CONFIG_FILE, _CONFIG_BYTES)),
         damaged_lines=run.damaged_lines,
         requests=tuple(run.requests),
@@ -196,6 +208,12 @@ def job_view(studio: Studio, run_id: str, *, level: str = LEVELS[0]) -> JobView:
         can_resume=not runs and _can_resume(run),
         has_lora=bool(lora_files(run.folder)),
         more=more_of(run),
+    )
+
+
+def _file(folder: Path, one: SavedFile) -> FileView:
+    return FileView(
+        id=identifier(folder, one.path), name=one.path.relative_to(folder).as_posix(), bytes=one.bytes
     )
 
 
@@ -238,12 +256,13 @@ def compared(run: Run) -> tuple[Compared, ...]:
 def _end(run: Run, lines: Sequence[LogLine]) -> EndView | None:
     if run.end is None or run.end.exit_code == ExitCode.OK:
         return None
-    known = any(problem.remedy for problem in run.end.problems)
+    stopped = run.end.exit_code == ExitCode.STOPPED
+    known = stopped or any(problem.remedy for problem in run.end.problems)
     return EndView(
         code=run.end.exit_code,
         meaning=run.end.meaning,
         cause=run.end.cause if not run.end.problems else "",
-        problems=run.end.problems,
+        problems=() if stopped else run.end.problems,
         remedy="" if known else remedy(run.end.exit_code),
         lines=tuple(lines[-_LAST_LINES:]),
     )

@@ -88,6 +88,10 @@ class Planned:
     total_seconds: float = 0.0
     """Predicted for all steps, without encoding, previews and saving."""
     disk_bytes: int = 0
+    download: str = ""
+    """What of the base model is not here yet, with its size; empty where all is."""
+    download_page: str = ""
+    """Address of its page on the hub."""
     steps: int = 0
     code: ExitCode = ExitCode.OK
     problems: tuple[Problem, ...] = ()
@@ -147,6 +151,7 @@ def of_plan(plan: Plan, config: RunConfig, facts: Facts) -> Planned:
     """The plan of a configuration on a machine, as it is shown."""
     steps = config.train.max_train_steps
     seconds = plan.step_seconds or 0.0
+    missing = next((row for row in plan.decisions if row.feature == "download"), None)
     bars = [
         bar("training", plan.train_memory, plan.budget_bytes, planned=True),
         bar("encoding captions and images", plan.cache_memory, plan.budget_bytes, planned=True),
@@ -159,6 +164,8 @@ def of_plan(plan: Plan, config: RunConfig, facts: Facts) -> Planned:
         step_seconds=seconds,
         total_seconds=seconds * steps,
         disk_bytes=plan.disk_bytes,
+        download="" if missing is None else f"{missing.value} to download, {missing.reason}",
+        download_page=_model_page(config),
         steps=steps,
     )
 

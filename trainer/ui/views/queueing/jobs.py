@@ -93,14 +93,18 @@ class Section:
     group: str
     """Name of the group; empty where its jobs are rows of their own."""
     rows: tuple[QueueRow, ...]
+    first: int = 0
+    """Number of the group's first job, which may have finished."""
+    states: tuple[str, ...] = ()
+    """States of all jobs of the group, those that finished among them."""
     compare: str = ""
     """Path of the page that compares the group's runs; empty where there is one at most."""
 
     @property
     def words(self) -> str:
         """The number of its jobs in each state: `3 jobs: 1 running, 2 waiting`."""
-        states = Counter(row.state.word for row in self.rows)
-        return f"{len(self.rows)} jobs: {', '.join(f'{count} {word}' for word, count in states.items())}"
+        states = Counter(self.states)
+        return f"{len(self.states)} jobs: {', '.join(f'{count} {word}' for word, count in states.items())}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,15 +146,24 @@ def queue_view(studio: Studio) -> QueueView:
 
 def _sections(studio: Studio, rows: Sequence[QueueRow], every: Sequence[Entry]) -> Iterator[Section]:
     for group, some in itertools.groupby(rows, lambda row: row.group):
-        together = tuple(some)
-        if not group or len(together) == 1:
+        together, members = tuple(some), [entry for entry in every if group and entry.job.group == group]
+        if len(members) < 2:
             yield from (Section(group="", rows=(row,)) for row in together)
             continue
-        runs = [entry.job.run for entry in every if entry.job.group == group]
-        shown = [run for run in runs if run.is_dir() and run.is_relative_to(studio.runs)]
+        shown = [
+            run
+            for run in (entry.job.run for entry in members)
+            if run.is_dir() and run.is_relative_to(studio.runs)
+        ]
         words = "&".join(f"run={identifier(studio.runs, run)}" for run in shown)
         compare = f"/compare?{words}" if len(shown) > 1 else ""
-        yield Section(group=group, rows=together, compare=compare)
+        yield Section(
+            group=group,
+            rows=together,
+            first=min(entry.job.id for entry in members),
+            states=tuple(entry.seen.state.value for entry in members),
+            compare=compare,
+        )
 
 
 def queue_signature(studio: Studio) -> object:
