@@ -62,7 +62,7 @@ class Context:
     @property
     def device(self) -> str:
         """torch device of this process."""
-        return f"cuda:{self.plan.devices[self.ranks.rank]}" if self.plan.device == "cuda" else "cpu"
+        return f"cuda:{self.plan.devices[self.ranks.local_rank]}" if self.plan.device == "cuda" else "cpu"
 
     @property
     def run_dir(self) -> Path:

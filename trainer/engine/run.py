@@ -54,6 +54,18 @@ from trainer.telemetry.status import Phase
 from trainer.words.sizes import GIB
 
 
+def do(context: Context, samples: Samples, spec: Spec) -> None:
+    """Do the job that the spec is of."""
+    if spec.mode == "train":
+        train(context, samples, spec)
+    elif spec.mode == "cache":
+        cache_only(context, samples, spec)
+    elif spec.mode == "sample":
+        sample_once(context, spec)
+    else:
+        verify_file(context, spec)
+
+
 def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
     """Encode everything that `train` would; then, if asked to, remove entries that this run does not use."""
     apply_backend_settings(context)
