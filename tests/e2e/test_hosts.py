@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.contract.runs import LORA_CASES, Case, different, files, numbers, products
+from tests.contract.runs import LORA_CASES, Case, different, files, numbers, products, steps_saved
 from tests.e2e.conftest import Process, Start
 from tests.e2e.hosts import start_hosts
+from tests.e2e.test_interruptions import require_equal
 from tests.e2e.test_ranks import ended
+from trainer.errors import ExitCode
+from trainer.telemetry.status import Phase
 
 FIRST = LORA_CASES[0]
 
@@ -28,5 +32,35 @@ def test_two_hosts_give_the_bits_of_one(
     assert not different(products(first.run_dir), products(straight.run_dir))
     kept = "checkpoints/*/*"
     assert not different(files(first.run_dir, kept), files(straight.run_dir, kept))
-    print(printed)
-    print(other)
+    assert printed.count("Proved: ") == 1 and "Proved" not in other
+    assert not [path for one in (first, second) for path in one.runtime.glob("train-*")]
+
+
+@pytest.mark.slow
+def test_hosts_with_folders_of_their_own_stop_together_and_go_on_on_one_and_on_two(
+    start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
+) -> None:
+    """SIGTERM to the second host alone; its checkpoint, its cache and its last previews need host 0's."""
+    late = "checkpoint.checkpointing_steps=1000"
+    slow = {1: {"patch": "rank"}}
+    both = start_hosts(start, FIRST, tmp_path, late, apart=True, knobs=slow)
+    both[1].wait_for_phase(Phase.TRAIN, step=2)
+    both[1].popen.send_signal(signal.SIGTERM)
+    for number, process in enumerate(both):
+        code, errors = process.end()
+        assert code == ExitCode.STOPPED, errors
+        assert errors.count("stopped on request") == 1, errors
+        assert "Traceback" not in errors
+        status = process.status()
+        assert status is not None and status.exit_code == ExitCode.STOPPED
+        assert len(list(process.cache.rglob("*.safetensors"))) == 17, number
+    (saved,) = steps_saved(both[0].run_dir)
+    assert not steps_saved(both[1].run_dir)
+
+    again = start_hosts(start, FIRST, tmp_path, apart=True)
+    printed, other = ended(again[0]), ended(again[1])
+    assert f"resumed from {saved}" in printed
+    assert f"{saved}: " in other and "came from host 0" in other
+    require_equal(again[0].run_dir, uninterrupted(FIRST).run_dir)
+    assert steps_saved(again[1].run_dir) == [saved]
+    assert not (again[1].run_dir / "metrics.jsonl").exists()

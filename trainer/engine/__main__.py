@@ -158,7 +158,7 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
         from trainer.engine import run
         from trainer.engine.building.base_load_check import check_loadable
         from trainer.engine.context import Context
-        from trainer.engine.hosts.place import end_lost, meeting_of
+        from trainer.engine.hosts.place import end_lost, meeting_of, tell
         from trainer.engine.ranks import is_lost_connection, joined
         from trainer.modeling.quiet import quiet_libraries
         from trainer.planning.out_of_memory import is_out_of_memory, out_of_memory
@@ -187,6 +187,7 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
                 stop=stop,
                 say=say,
                 ranks=ranks,
+                tell=tell,
             )
             run.do(context, samples, spec)
     except (MemoryError, RuntimeError) as error:

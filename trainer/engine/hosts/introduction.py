@@ -30,6 +30,13 @@ _OF_EACH_HOST = frozenset({
     "features.cuda_graphs", "train.report_to", "train.tracker_project_name",
 })  # fmt: skip
 """Keys that may differ; so may every path, since files are compared by their content."""
+_DECIDED = frozenset({
+    "model.dtype", "features.weights", "features.compute", "features.modulation", "features.attention",
+    "features.compile", "features.text_padding", "features.tf32", "features.vae_tiling",
+    "features.weight_gradient", "train.train_batch_size", "train.gradient_accumulation_steps",
+})  # fmt: skip
+"""Keys whose values are compared as the plan decides them: a host whose own folder holds the run's first plan
+writes here what that says."""
 _LONGEST = 120
 
 
@@ -51,7 +58,7 @@ def _configured(values: Mapping[str, Any], section: str) -> Iterator[tuple[str, 
     """Values by dotted key; long ones as a hash of their text."""
     for name, value in values.items():
         key = f"{section}{name}"
-        if key in _OF_EACH_HOST:
+        if key in _OF_EACH_HOST | _DECIDED:
             continue
         if isinstance(value, Mapping):
             yield from _configured(value, f"{key}.")
