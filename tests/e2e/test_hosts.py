@@ -12,7 +12,8 @@ from tests.contract.runs import LORA_CASES, Case, different, files, numbers, pro
 from tests.e2e.conftest import Process, Start
 from tests.e2e.hosts import start_hosts
 from tests.e2e.test_interruptions import require_equal
-from tests.e2e.test_ranks import ended
+from tests.e2e.test_ranks import TWO, ended
+from tests.e2e.test_rows import FULL, SURE, require_as_one
 from trainer.errors import ExitCode
 from trainer.telemetry.status import Phase
 
@@ -34,6 +35,50 @@ def test_two_hosts_give_the_bits_of_one(
     assert not different(files(first.run_dir, kept), files(straight.run_dir, kept))
     assert printed.count("Proved: ") == 1 and "Proved" not in other
     assert not [path for one in (first, second) for path in one.runtime.glob("train-*")]
+
+
+FOUR = ("train.train_batch_size=1", "train.gradient_accumulation_steps=4", "validation.prompts=[]")
+
+
+@pytest.mark.slow
+def test_two_ranks_on_each_of_two_hosts_share_a_base_and_give_the_bits_of_one(
+    start: Start, tmp_path: Path
+) -> None:
+    """Blocks lie with the ranks of one host in turn, and shards of files are read once a host."""
+    straight = start(FIRST, tmp_path / "straight", *FOUR)
+    ended(straight)
+    shared = ("parallel.gpus=4", "parallel.shard=full", "checkpoint.checkpointing_steps=1000")
+    both = start_hosts(start, FIRST, tmp_path, *FOUR, *shared)
+    printed, other = " ".join(ended(both[0]).split()), ended(both[1])
+    assert "blocks over 2" in printed and "blocks lie with 2 ranks in turn" in printed
+    assert "2 on each of 2 hosts" in printed and "rank 3" not in other
+    assert numbers(both[0].run_dir) == numbers(straight.run_dir)
+    assert not different(products(both[0].run_dir), products(straight.run_dir))
+
+
+@pytest.mark.slow
+def test_a_full_fine_tune_lies_in_rows_over_two_hosts(start: Start, tmp_path: Path) -> None:
+    """In a folder that both see; stopped by one host, and gone on with. Refused where each has its own."""
+    straight = start(FULL, tmp_path / "straight", SURE)
+    ended(straight)
+    two = (TWO, SURE)
+    late = "checkpoint.checkpointing_steps=1000"
+    apart = start_hosts(start, FULL, tmp_path / "apart", *two, apart=True)
+    for process in apart:
+        code, errors = process.end()
+        assert code == ExitCode.BAD_CONFIG, errors
+        assert "host 1 does not see the folder of host 0" in errors
+    both = start_hosts(start, FULL, tmp_path, *two, late, knobs={1: {"patch": "rank"}})
+    both[1].wait_for_phase(Phase.TRAIN, step=2)
+    both[1].popen.send_signal(signal.SIGTERM)
+    for process in both:
+        code, errors = process.end()
+        assert code == ExitCode.STOPPED, errors
+    (saved,) = steps_saved(both[0].run_dir)
+    again = start_hosts(start, FULL, tmp_path, *two)
+    printed, _ = ended(again[0]), ended(again[1])
+    assert f"resumed from {saved}" in printed and "rows over 2" in " ".join(printed.split())
+    require_as_one(again[0], straight)
 
 
 @pytest.mark.slow

@@ -67,7 +67,8 @@ def main(spec_path: str) -> int:
     try:
         if spec.mode == "train":
             _make_folder(config, spec, rank)
-        samples = _scan(config, spec, status, stop) if spec.mode in ("train", "cache") else Samples()
+        with _announcing(spec):
+            samples = _scan(config, spec, status, stop) if spec.mode in ("train", "cache") else Samples()
         _work(config, spec, status, stop, samples)
     except TrainerError as error:
         if rank > spec.first_rank and _patience(
@@ -166,9 +167,10 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
 
         quiet_libraries()
     family, say = get(config.family), logging.getLogger("trainer.run").info
-    source = _source(config, status, stop, say)
-    with _importing():  # classes of the base model
-        check_loadable(family, source)
+    with _announcing(spec):
+        source = _source(config, status, stop, say)
+        with _importing():  # classes of the base model
+            check_loadable(family, source)
     plan = codec.from_json(Plan, spec.plan_text, "plan.json")
     try:
         place = Path(spec.meeting_place)
@@ -197,6 +199,19 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
             raise
         allowed = functools.partial(may_be_planned, config)
         raise out_of_memory(error, status.phase, config, plan, allowed) from error
+
+
+@contextlib.contextmanager
+def _announcing(spec: Spec) -> Iterator[None]:
+    """Tell other hosts, which may wait for this one, of an error in the block."""
+    try:
+        yield
+    except TrainerError as error:
+        if spec.hosts > 1:
+            from trainer.engine.hosts.place import announce_end
+
+            announce_end(spec, error)
+        raise
 
 
 @contextlib.contextmanager

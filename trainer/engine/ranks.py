@@ -29,7 +29,7 @@ _TIMEOUT = datetime.timedelta(weeks=3)
 """Longer than any phase: it is the supervisor that judges who is silent, not a library."""
 _TOLD_SECONDS = 1.0
 _LOOK_SECONDS = 0.05
-_ELSEWHERE_SECONDS = 20.0
+_ELSEWHERE_SECONDS = 10.0
 """Longest time from a broken connection to the end of this process, where several hosts train."""
 PIECE_BYTES = 64 * 2**20
 """Most that travels between hosts in one piece, in bytes of all ranks together."""

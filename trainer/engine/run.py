@@ -178,6 +178,9 @@ def _require_one_set(context: Context, samples: Samples) -> None:
     if context.ranks.size == 1:
         return
     if len(set(context.ranks.gathered(data_fingerprint(samples.all)))) > 1:
+        if context.ranks.hosts > 1 and (what := folders.first_other_sample(context, samples.all)):
+            remedy = "copy the data set again, or name a folder that all hosts see; names count as well"
+            raise DataError(what, where="data.sets", remedy=remedy)
         raise DataError(
             "the data set changed while the processes of this run read it: they found different samples",
             where="data.sets",

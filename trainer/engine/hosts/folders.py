@@ -10,13 +10,16 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.data.records import Record
+from trainer.engine.caching.entries import data_fingerprint
 from trainer.engine.context import Context
 from trainer.engine.ranks import PIECE_BYTES, Ranks
 from trainer.engine.records import checkpoint
@@ -90,6 +93,24 @@ def _which_see(ranks: Ranks, folder: Path) -> list[int]:
     if ranks.speaks:
         (folder / name).unlink(missing_ok=True)
     return [min(one) for one in told]
+
+
+def first_other_sample(context: Context, records: Sequence[Record]) -> str:
+    """The first sample in which the data sets of two hosts differ, in words; empty where none is found."""
+    ranks = context.ranks
+    rows = [(one.identifier, data_fingerprint([one])) for one in records] if ranks.speaks else []
+    by_host = ranks.gathered(rows)[:: ranks.ranks_here]
+    for host, theirs in enumerate(by_host[1:], start=1):
+        if theirs == by_host[0]:
+            continue
+        for ours, other in itertools.zip_longest(by_host[0], theirs, fillvalue=("nothing", "")):
+            if ours == other:
+                continue
+            counts = f"{len(by_host[0])} samples on host 0, {len(theirs)} on host {host}"
+            if ours[0] == other[0]:
+                return f"{ours[0]} is another file, or has another caption, on host {host} than on host 0"
+            return f"{counts}; the first that differs is {ours[0]} on host 0 and {other[0]} on host {host}"
+    return ""
 
 
 def with_checkpoint(context: Context, start: Start) -> Start:

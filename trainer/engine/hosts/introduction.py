@@ -50,8 +50,19 @@ def introduction(config: RunConfig, plan: Plan, source: ModelSource, hosts: int)
         "Python": ".".join(platform.python_version_tuple()[:2]),
         **{f"{name} in the plan": str(vars(plan)[name]) for name in _OF_THE_PLAN},
         "the base model": f"{source.identity} {source.revision or ''} {source.weights}".strip(),
+        **_files(config, source),
         **dict(_configured(config.model_dump(), "")),
     }
+
+
+def _files(config: RunConfig, source: ModelSource) -> dict[str, str]:
+    """Digests of the files that change what is trained, besides the base and the data."""
+    found = {}
+    if config.lora.init_from is not None and config.lora.init_from.is_file():
+        found["the file of lora.init_from"] = _digest(config.lora.init_from.read_bytes())
+    if source.chat_template is not None:
+        found["the chat template"] = _digest(source.chat_template.encode())
+    return found
 
 
 def _configured(values: Mapping[str, Any], section: str) -> Iterator[tuple[str, str]]:

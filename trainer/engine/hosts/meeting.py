@@ -5,6 +5,7 @@ A host that is late is waited for, and named; one that was started otherwise end
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import socket
@@ -187,22 +188,42 @@ def _say_hello(meeting: Meeting, store: Any) -> None:
 
 
 def _compare(meeting: Meeting, store: Any) -> None:
-    """Raise ConfigError with what differs between this host and others that have come."""
+    """Raise ConfigError with what differs between this host and others that have come, and LostError where
+    one cannot start.
+    """
     problems: list[Problem] = []
-    others = [one for one in range(meeting.hosts) if one != meeting.host and store.check([f"host {one}"])]
+    others = [one for one in range(meeting.hosts) if one != meeting.host]
+    for other in others:
+        if store.check([f"problem {other}"]):
+            store.set(f"told {meeting.host}", "")
+            what = f"host {other} cannot start: {store.get(f'problem {other}').decode()}"
+            raise LostError(what, where=f"host {other}", remedy="see what it says there, and start all again")
+    others = [one for one in others if store.check([f"host {one}"])]
     for other in others:
         theirs = json.loads(store.get(f"host {other}"))
         problems += differences(meeting.introduction, theirs, f"host {other}")
     if not problems:
         return
     store.set(f"told {meeting.host}", "")
-    end = time.monotonic() + _ANSWER_SECONDS
-    # the store ends with rank 0: others are to see what differs first
-    while meeting.host == 0 and time.monotonic() < end:
-        if store.check([f"told {one}" for one in others]):
-            break
-        time.sleep(_LOOK_SECONDS)
+    if meeting.host == 0:
+        _await_told(store, others)
     raise ConfigError(problems)
+
+
+def _await_told(store: Any, others: Sequence[int]) -> None:
+    """Wait until other hosts have seen what ends them: the store ends with rank 0."""
+    end = time.monotonic() + _ANSWER_SECONDS
+    while time.monotonic() < end and not store.check([f"told {one}" for one in others]):
+        time.sleep(_LOOK_SECONDS)
+
+
+def announce(meeting: Meeting, problem: str) -> None:
+    """Tell the hosts that wait that this one cannot start, where they can be reached within seconds."""
+    with contextlib.suppress(RuntimeError):  # nobody is there yet, who will find out by waiting
+        store = connected(meeting, server=meeting.host == 0)
+        store.set(f"problem {meeting.host}", problem)
+        if meeting.host == 0:
+            _await_told(store, range(1, meeting.hosts))
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str], other: str) -> list[Problem]:

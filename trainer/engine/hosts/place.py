@@ -11,9 +11,9 @@ from trainer.config.schema import RunConfig
 from trainer.config.secrets import shown
 from trainer.engine.hosts.introduction import introduction
 from trainer.engine.hosts.lifeline import GO_ON
-from trainer.engine.hosts.meeting import Meeting
+from trainer.engine.hosts.meeting import Meeting, announce
 from trainer.engine.spec import Spec
-from trainer.errors import LostError
+from trainer.errors import LostError, TrainerError
 from trainer.modeling.base.source import ModelSource
 from trainer.planning.plan import Plan
 from trainer.telemetry.run_folder import process
@@ -31,6 +31,21 @@ def meeting_of(config: RunConfig, plan: Plan, source: ModelSource, spec: Spec) -
         introduction=introduction(config, plan, source, spec.hosts),
         tell=tell,
     )
+
+
+def announce_end(spec: Spec, error: TrainerError) -> None:
+    """Tell other hosts of an error that came before they met, if this process speaks for its host."""
+    rank, _ = environment.rank_and_ranks()
+    if spec.hosts > 1 and rank == spec.first_rank:
+        meeting = Meeting(
+            hosts=spec.hosts,
+            host=spec.host,
+            address=spec.master,
+            port=spec.port,
+            introduction={},
+            tell=tell,
+        )
+        announce(meeting, f"{error.problems[0].what} (exit code {int(error.exit_code)})")
 
 
 def tell(text: str) -> None:
