@@ -301,12 +301,17 @@ def read_ranks(directory: Path) -> list[Status | None]:
 def was_killed(directory: Path, status: Status) -> bool:
     """True if the run of this status is gone and nobody was left to write its end.
 
-    Its process is not found and nobody holds the lock of `directory`: where a process cannot be seen, as from
-    outside of its container, the lock is.
+    Nobody holds the lock of `directory`, whatever process has the status' number now: in another container,
+    or after a restart of this one, that is somebody else. Where one is left that holds it, as a rank that is
+    stuck, the supervisor and the process of the status are gone.
     """
-    if status.exit_code is not None or status.phase is Phase.DONE or locks.is_alive(status.pid):
+    if status.exit_code is not None or status.phase is Phase.DONE:
         return False
-    return locks.is_held(directory / LOCK_FILE) is False
+    lock = directory / LOCK_FILE
+    if locks.is_held(lock) is False:
+        return True
+    supervisor = locks.supervisor_here(lock)
+    return supervisor is not None and not locks.is_alive(supervisor) and not locks.is_alive(status.pid)
 
 
 def write_end(directory: Path, *, exit_code: int, cause: str) -> None:
