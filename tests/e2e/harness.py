@@ -261,7 +261,7 @@ def other_code() -> None:
 
 def impatient() -> None:
     """A host that waits for others for seconds, in place of half an hour."""
-    from trainer.engine.hosts import meeting
+    from trainer.engine.meeting import meeting
 
     meeting.PATIENCE_SECONDS = 12.0
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,10 @@ from trainer.errors import ExitCode
 from trainer.telemetry.status import Phase
 
 FIRST = LORA_CASES[0]
+
+
+def read_plan(run_dir: Path) -> Any:
+    return json.loads((run_dir / "plan.json").read_text())
 
 
 @pytest.mark.slow
@@ -34,6 +40,10 @@ def test_two_hosts_give_the_bits_of_one(
     kept = "checkpoints/*/*"
     assert not different(files(first.run_dir, kept), files(straight.run_dir, kept))
     assert printed.count("Proved: ") == 1 and "Proved" not in other
+    (row,) = [one for one in read_plan(first.run_dir)["decisions"] if one["feature"] == "link"]
+    assert row["value"].endswith(" GB/s") and "32 MiB between 2 hosts, by lo" in row["reason"]
+    assert ("name the fast interface" in row["reason"]) == (float(row["value"].split()[0]) < 2)
+    assert f"link: {row['value']}; " in printed
     assert not [path for one in (first, second) for path in one.runtime.glob("train-*")]
 
 

@@ -100,7 +100,7 @@ def test_one_number_twice_and_an_address_of_another_machine(start: Start, tmp_pa
 def test_a_port_that_is_taken_a_service_of_others_and_hosts_that_do_not_come(
     start: Start, tmp_path: Path
 ) -> None:
-    """What answers is no trainer; the port of host 0 is another program's; and who is missing has a name."""
+    """The port of host 0 is another program's and no trainer to the others; who is missing has a name."""
     short = {"patch": "impatient"}
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

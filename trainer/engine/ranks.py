@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from trainer.engine.hosts.lifeline import GO_ON, Lifeline
-from trainer.engine.hosts.meeting import Meeting, connected, met
+from trainer.engine.meeting.lifeline import GO_ON, Lifeline
+from trainer.engine.meeting.meeting import Meeting, connected, met
 from trainer.errors import EndedTogether, HardwareError, LostError, PeerLostError, TrainerError
 from trainer.planning.out_of_memory import is_out_of_memory
 from trainer.telemetry.status import StatusWriter

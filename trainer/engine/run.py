@@ -27,6 +27,7 @@ from trainer.engine.caching.samples import Samples, prompt_controls
 from trainer.engine.caching.store import DamagedEntryError, prune
 from trainer.engine.context import Context, apply_backend_settings
 from trainer.engine.hosts import folders
+from trainer.engine.hosts.link import tell_link
 from trainer.engine.records import resume
 from trainer.engine.records.journal import Journal, start_tracker
 from trainer.engine.results import proof
@@ -139,6 +140,8 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     context.status.device_memory = peak_bytes
     tracker = start_tracker(context) if context.ranks.first else None  # before minutes of loading
     context.ranks.connect(context.device)
+    writes = context.ranks.first and not start.relabels
+    tell_link(context, spec.plan_text, context.run_dir / PLAN_FILE if writes else None)
     built = build(context, varies(context, entries))
     context, before = built.context, None
     if context.config.method == "full":  # its proof has no adapter to take off

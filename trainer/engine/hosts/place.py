@@ -10,8 +10,8 @@ from trainer.config import environment
 from trainer.config.schema import RunConfig
 from trainer.config.secrets import shown
 from trainer.engine.hosts.introduction import introduction
-from trainer.engine.hosts.lifeline import GO_ON
-from trainer.engine.hosts.meeting import Meeting, announce
+from trainer.engine.meeting.lifeline import GO_ON
+from trainer.engine.meeting.meeting import Meeting, announce
 from trainer.engine.spec import Spec
 from trainer.errors import LostError, TrainerError
 from trainer.modeling.base.source import ModelSource

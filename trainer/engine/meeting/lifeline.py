@@ -16,6 +16,8 @@ LOST_SECONDS = 30.0
 """Time without a word after which a rank of another host counts as lost."""
 GO_ON = "start the same command again on all hosts: it goes on from its checkpoint"
 _LOOK_SECONDS = 1.0
+_STOOD_SECONDS = 10.0
+"""Time without a look at the clock after which this process itself stood still."""
 _GONE_SECONDS = 5.0
 """Time from a broken store to the end, in which this process itself may be at its end."""
 
@@ -56,9 +58,9 @@ class Lifeline:
         """Look no more: the ranks are at the end of their run, and leave one by one."""
         self._ended.set()
 
-    def silent(self, seconds: float = LOST_SECONDS) -> str:
-        """Words about a host that was not heard of for so long; empty where there is none."""
-        now = time.monotonic()
+    def silent(self, seconds: float | None = None) -> str:
+        """Words about a host that was not heard of for so long (LOST_SECONDS); empty where there is none."""
+        now, seconds = time.monotonic(), LOST_SECONDS if seconds is None else seconds
         with self._lock:
             for host, ranks in self._hosts.items():
                 quiet = {other: now - self._moved[other] for other in ranks}
@@ -101,7 +103,7 @@ class Lifeline:
         before = time.monotonic()
         while not self._ended.wait(_LOOK_SECONDS):
             now = time.monotonic()
-            if now - before > BEAT_SECONDS:  # this process itself stood still: others get their time again
+            if now - before > _STOOD_SECONDS:  # this process itself stood still: others get their time again
                 with self._lock:
                     self._answered = max(self._answered, now)
                     self._moved = dict.fromkeys(self._moved, now)
