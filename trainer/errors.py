@@ -38,6 +38,7 @@ class ExitCode(enum.IntEnum):
     NO_SPACE = 73
     HUNG = 74
     STOPPED = 75
+    PEER_LOST = 76
     NO_ACCESS = 77
     BAD_CONFIG = 78
 
@@ -51,9 +52,14 @@ MEANING: dict[ExitCode, str] = {
     ExitCode.NO_SPACE: "no space on a disk, or a disk that fails or refuses",
     ExitCode.HUNG: "no progress within the phase's budget",
     ExitCode.STOPPED: "stopped on request, resumable",
+    ExitCode.PEER_LOST: "another machine's rank was lost; resumable",
     ExitCode.NO_ACCESS: "no access to the base model",
     ExitCode.BAD_CONFIG: "bad configuration",
 }
+
+
+GOES_ON = frozenset({ExitCode.STOPPED, ExitCode.PEER_LOST})
+"""Codes of a run that did nothing wrong: the same command goes on, and may be tried without a person."""
 
 
 def meaning(exit_code: int) -> str:
@@ -101,16 +107,16 @@ def as_data(exit_code: int, problems: Sequence[Problem]) -> dict[str, object]:
     return {"exit_code": int(exit_code), "meaning": meaning(exit_code), "problems": rows}
 
 
-PEER_LOST = 76
-"""Exit code of a rank that others have left; its supervisor, which alone sees it, passes on 75."""
-
-
 class EndedTogether(Exception):
     """The end of this rank by an error that all ranks raise: rank 0 saves, and says why."""
 
 
 class PeerLostError(Exception):
-    """Another rank of this run is gone: its own end says why, and the supervisor ends this one as well."""
+    """Another rank of this run is gone: its own end says why, and the supervisor ends this one as well.
+
+    A process ends with PEER_LOST by it. A supervisor whose host has all ranks, which alone sees that, passes
+    on STOPPED.
+    """
 
 
 class ConfigError(TrainerError):
@@ -157,6 +163,12 @@ class StoppedError(TrainerError):
     """The run was asked to stop; what was saved can be resumed."""
 
     exit_code = ExitCode.STOPPED
+
+
+class LostError(TrainerError):
+    """Another machine of this run did not come, or is gone; what was saved can be resumed."""
+
+    exit_code = ExitCode.PEER_LOST
 
 
 class AccessError(TrainerError):

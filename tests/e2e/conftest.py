@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -109,6 +109,7 @@ class Start(Protocol):
         knobs: dict[str, Any] | None = None,
         cache: Path | None = None,
         launcher: Wrapped | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> Process: ...
 
 
@@ -148,8 +149,8 @@ def environment(folder: Path, port: int, cache: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def starting(workshop: Workshop, nursery: Callable[[], Nursery] | None = None) -> Iterator[Start]:
-    """Starts runs, those without a launcher from a nursery if there is one; whatever is left of them at the
-    end is killed.
+    """Starts runs, with more `variables` in their environment, those without a launcher from a nursery if
+    there is one; whatever is left of them at the end is killed.
     """
     started: list[Process] = []
 
@@ -160,12 +161,14 @@ def starting(workshop: Workshop, nursery: Callable[[], Nursery] | None = None) -
         knobs: dict[str, Any] | None = None,
         cache: Path | None = None,
         launcher: Wrapped | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> Process:
         port = free_port()
         cache = cache or workshop.cache
         config = workshop.write_config(case, folder)
         arguments = ["train", str(config), *(word for text in overrides for word in ("--set", text))]
-        command, environ = _command(arguments, knobs, launcher), environment(folder, port, cache)
+        command = _command(arguments, knobs, launcher)
+        environ = environment(folder, port, cache) | dict(variables or {})
         popen: subprocess.Popen[str] | Forked
         if nursery is not None and launcher is None:
             is_plain = case in PLAIN_CASES and all(one.startswith(PLAIN_KEYS) for one in overrides)

@@ -252,6 +252,20 @@ def reads_unstaged() -> None:
     proof.export_lora = export
 
 
+def other_code() -> None:
+    """Source files with another digest."""
+    from trainer.engine.hosts import introduction
+
+    introduction.code_digest = lambda: "0" * 8
+
+
+def impatient() -> None:
+    """A host that waits for others for seconds, in place of half an hour."""
+    from trainer.engine.meeting import meeting
+
+    meeting.PATIENCE_SECONDS = 12.0
+
+
 def small_edits() -> None:
     """Pictures before an edit that are scaled to a few pixels, in place of a megapixel."""
     from tests.contract.runs import keep_edits_small, keep_kontexts_small
@@ -272,6 +286,8 @@ PATCHES: dict[str, Callable[[], None]] = {
     "guarded": read_when_staged,
     "unstaged": reads_unstaged,
     "edits": small_edits,
+    "code": other_code,
+    "impatient": impatient,
 }
 """Patches of the training process, by the knob `patch`."""
 

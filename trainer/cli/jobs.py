@@ -6,28 +6,25 @@ import contextlib
 import dataclasses
 import os
 import re
-import signal
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 
 from trainer.cli.output import print_error, say, wants_json
 from trainer.cli.targets import nearest, require_writable_folder
 from trainer.config import environment, launchers
+from trainer.config.hosts import ONE
 from trainer.config.interpreter import python, with_safe_path
 from trainer.config.launchers import Launch
 from trainer.config.reading.load import Loaded
 from trainer.engine.spec import SPEC_FILE, Job, Mode, Spec, read_spec, write_spec
-from trainer.errors import ConfigError, ExitCode, HardwareError, Problem, StoppedError
+from trainer.errors import ConfigError, ExitCode, HardwareError, Problem
 from trainer.files import codec
 from trainer.machine.facts import Facts
 from trainer.planning import planning
 from trainer.planning.plan import Plan
 from trainer.telemetry.locks import is_held
 from trainer.telemetry.status import BUDGET_SECONDS, Phase
-from trainer.telemetry.stop import die_with_parent
 from trainer.telemetry.supervising import ending, runtime_folder, server, supervisor, webhook
 from trainer.telemetry.supervising.jobfolder import job_folder, named_folder
 
@@ -56,17 +53,20 @@ _FREED_SECONDS = 20.0
 def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | None = None) -> int:
     """Hand one job to the training process, watch over it, and return its exit code."""
     shared, launch = environment.make_runtime_dir(), launchers.found(environment.snapshot())
-    shares, receiver = job.mode in _SHARED_MODES, webhook.configured() if job.mode == "train" else None
+    shares, hosts = job.mode in _SHARED_MODES, loaded.hosts
+    writes = job.mode == "train" and hosts.number == 0  # the run's folder is that of host 0
+    receiver = webhook.configured() if writes else None
 
     def on_end(exit_code: int, cause: str) -> None:
-        if job.mode == "train":
+        if writes:
             ending.record_and_tell(loaded.config.output_dir, runtime_dir, receiver, exit_code, cause)
         if exit_code and wants_json():
             print_error(exit_code, ending.problems_of(runtime_dir, exit_code, cause))
 
     if not shares:
         launch.require_one(job.mode)
-        plan = plan.of_one_process
+        plan, hosts = plan.of_one_process, ONE
+    first_rank = hosts.number * plan.ranks_here
     with job_folder(shared, job.mode, launch.name) as folder:
         runtime_dir = shared if shares else folder
         spec = Spec(
@@ -77,9 +77,14 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
             cache_dir=str(environment.cache_dir(loaded.config)),
             supervisor_pid=os.getpid(),
             meeting_place=str(folder / "meeting"),
+            hosts=hosts.count,
+            host=hosts.number,
+            first_rank=first_rank,
+            master=hosts.address,
+            port=hosts.port,
         )
         write_spec(spec, folder / SPEC_FILE)
-        environments = rank_environments(child_environment(plan, facts), plan)
+        environments = rank_environments(child_environment(plan, facts), plan, first_rank)
         return supervisor.supervise(
             python("-m", "trainer.engine", str(folder / SPEC_FILE)),
             environments=environments[:1] if launch.name else environments,
@@ -90,6 +95,7 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
             unified_memory=any(gpu.integrated for gpu in facts.gpus),
             on_ready=(folder / _READY_FILE).touch,
             on_end=on_end,
+            among=supervisor.Among(first_rank=first_rank, elsewhere=hosts.several),
         )
 
 
@@ -134,24 +140,24 @@ def _planned_elsewhere(folder: Path) -> Spec | None:
     )
 
 
-def rank_environments(environ: Mapping[str, str], plan: Plan) -> list[dict[str, str]]:
-    """The environment of each rank: `environ` with the plan's variables of ranks, and those by which ranks of
-    one host know each other.
+def rank_environments(environ: Mapping[str, str], plan: Plan, first_rank: int = 0) -> list[dict[str, str]]:
+    """The environment of each rank on this host: `environ` with the plan's variables of ranks, and those by
+    which ranks know each other.
     """
-    count = plan.ranks
+    count, here = plan.ranks, plan.ranks_here
     if count == 1:
         return [dict(environ)]
     shared = {**environ, **plan.rank_environment}
-    size = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    size = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(here)}
     address = {
         "MASTER_ADDR": environment.LOOPBACK,
         "MASTER_PORT": "0",
     }  # accelerate wants some; nobody listens
     # the place of its GPU, as accelerate understands it
-    places = plan.devices or range(count)
+    places = plan.devices or range(here)
     return [
-        {**shared, **size, **address, "RANK": str(rank), "LOCAL_RANK": str(places[rank])}
-        for rank in range(count)
+        {**shared, **size, **address, "RANK": str(first_rank + number), "LOCAL_RANK": str(places[number])}
+        for number in range(here)
     ]
 
 
@@ -234,20 +240,3 @@ def require_free_memory(plan: Plan, facts: Facts) -> None:
         if max(plan.devices, default=0) >= len(facts.gpus):
             what = f"GPU {max(plan.devices)} of the plan is gone: {len(facts.gpus)} are visible now"
             raise HardwareError(what, where="GPUs", remedy="look at nvidia-smi, and start again")
-
-
-def stop_before_start(launch: Launch) -> None:
-    """From now on SIGTERM and Ctrl-C end with 75, as they do later when the supervisor has taken over.
-
-    So does the end of a launcher, which would leave this process behind. Of several processes rank 0 says so.
-    """
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        if launch.rank:
-            sys.exit(ExitCode.STOPPED)
-        raise StoppedError("stopped before anything was started", remedy="start it again")
-
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, stop)
-    if launch.source:
-        die_with_parent()

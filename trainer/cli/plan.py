@@ -37,6 +37,9 @@ def plan(layers: Layers, facts_file: Path | None, form: str | None) -> None:
       trainer plan train_configs/flux1_dev_lora.yaml --set features.weights=int8 --json > plan.json
       trainer plan train_configs/flux1_dev_lora.yaml --export > plan.env && . ./plan.env
     """
+    from trainer.cli.places import Place
+    from trainer.config import environment, hosts
+    from trainer.config.launchers import Launch
     from trainer.config.secrets import redacted
     from trainer.files import codec
     from trainer.planning.data_rows import require_dataset, whole_plan
@@ -44,7 +47,9 @@ def plan(layers: Layers, facts_file: Path | None, form: str | None) -> None:
     from trainer.planning.render import environment_exports, plan_text
 
     require_dataset(layers.dataset)
-    _, decided = whole_plan(layers.load(), machine_facts(facts_file), requested_profile())
+    place = Place(launch=Launch(), hosts=hosts.found(environment.snapshot()))
+    loaded = place.reconciled(layers.load())
+    _, decided = whole_plan(loaded, machine_facts(facts_file), requested_profile())
     if form == "json":
         click.echo(redacted(codec.to_json(decided)), nl=False)
     elif form == "export":

@@ -30,10 +30,10 @@ def train(layers: Layers, no_probe: bool, share_gpu: bool) -> int:
         require_free_memory,
         require_startable,
         run_job,
-        stop_before_start,
     )
     from trainer.cli.measure import planned
-    from trainer.config import environment, launchers
+    from trainer.cli.places import place_of_start
+    from trainer.config import environment
     from trainer.engine.spec import Job
     from trainer.machine.driver import visible_uuids
     from trainer.planning.data_rows import require_dataset, with_data
@@ -43,12 +43,11 @@ def train(layers: Layers, no_probe: bool, share_gpu: bool) -> int:
     from trainer.planning.scoring_row import with_scoring
     from trainer.queue.beside import kept_from_queue
 
-    launch = launchers.found(environment.snapshot())
-    stop_before_start(launch)
-    if launch.rank:
-        return follow_job(launch, "train")
+    place = place_of_start()
+    if place.launch.rank:
+        return follow_job(place.launch, "train")
     require_dataset(layers.dataset)
-    loaded = with_epochs(continued(launch.reconciled(layers.load())))
+    loaded = with_epochs(continued(place.reconciled(layers.load())))
     port = environment.metrics_port()
     require_startable(loaded, port=port, writes_run=True)
     facts, plan = planned(loaded, probe=not no_probe)
@@ -79,18 +78,17 @@ def cache(layers: Layers, verify: bool, prune: bool, import_pt: Path | None) -> 
       trainer cache my.yaml
       trainer cache my.yaml --verify --prune
     """
-    from trainer.cli.jobs import follow_job, require_startable, run_job, stop_before_start
+    from trainer.cli.jobs import follow_job, require_startable, run_job
     from trainer.cli.measure import planned
-    from trainer.config import environment, launchers
+    from trainer.cli.places import place_of_start
     from trainer.engine.spec import Job
     from trainer.planning.data_rows import require_dataset
 
-    launch = launchers.found(environment.snapshot())
-    stop_before_start(launch)
-    if launch.rank:
-        return follow_job(launch, "cache")
+    place = place_of_start()
+    if place.launch.rank:
+        return follow_job(place.launch, "cache")
     require_dataset(layers.dataset)
-    loaded = launch.reconciled(layers.load())
+    loaded = place.reconciled(layers.load())
     require_startable(loaded)
     import_folder = str(import_pt.absolute()) if import_pt else ""
     job = Job(mode="cache", verify=verify, prune=prune, import_folder=import_folder)

@@ -120,6 +120,9 @@ def _incomplete(has: str, lacks: str) -> ConfigError:
 
 
 def _several_machines(name: str) -> ConfigError:
-    what = "processes on several machines were started, and this version trains on one"
-    remedy = f"start all processes on one machine (torchrun --nnodes 1); {_OTHERWISE}"
+    what = "processes on several machines were started, and a launcher starts those of one"
+    remedy = (
+        "start `trainer train` itself on each machine, with TRAINER_NODES, TRAINER_NODE_RANK and"
+        f" TRAINER_MASTER (docs/several-machines.md), or all on one (torchrun --nnodes 1); {_OTHERWISE}"
+    )
     return ConfigError(what, where=name, remedy=remedy)

@@ -21,7 +21,6 @@ from trainer.data.leftout import report_left_out
 from trainer.engine.caching.samples import Samples, scan_samples
 from trainer.engine.spec import Spec, read_spec
 from trainer.errors import (
-    PEER_LOST,
     ConfigError,
     EndedTogether,
     ExitCode,
@@ -36,7 +35,7 @@ from trainer.telemetry import log
 from trainer.telemetry.progress import bars, silence
 from trainer.telemetry.run_folder import process
 from trainer.telemetry.rundir import require_no_links
-from trainer.telemetry.status import Phase, StatusWriter, rank_folder
+from trainer.telemetry.status import BUDGET_SECONDS, Phase, StatusWriter
 from trainer.telemetry.stop import StopFlag, die_with_parent
 from trainer.telemetry.streams import outlive_readers
 
@@ -57,7 +56,8 @@ def main(spec_path: str) -> int:
     stop.install()
     spec, (rank, ranks) = read_spec(Path(spec_path)), environment.rank_and_ranks()
     die_with_parent(spec.supervisor_pid)
-    status = StatusWriter(rank_folder(Path(spec.runtime_dir), rank), ranks=ranks)
+    folder = spec.status_folder(rank)
+    status = StatusWriter(folder, ranks=ranks // spec.hosts, first_rank=spec.first_rank)
     status.beat(Phase.LOAD)
     config = RunConfig.model_validate(spec.config)
     log.setup(None, rank)
@@ -66,37 +66,53 @@ def main(spec_path: str) -> int:
     logger = logging.getLogger("trainer.run")
     try:
         if spec.mode == "train":
-            try:
-                config.output_dir.mkdir(parents=True, exist_ok=True)
-                require_no_links(config.output_dir)
-                log.setup(config.output_dir, rank)
-            except OSError as error:
-                raise ConfigError(
-                    f"the output folder cannot be written: {error.strerror}",
-                    where=str(config.output_dir),
-                    remedy="set output_dir, or --output, to a folder that this user may write",
-                ) from error
-        samples = _scan(config, spec, status, stop) if spec.mode in ("train", "cache") else Samples()
+            _make_folder(config, spec, rank)
+        with _announcing(spec):
+            samples = _scan(config, spec, status, stop) if spec.mode in ("train", "cache") else Samples()
         _work(config, spec, status, stop, samples)
     except TrainerError as error:
-        if rank and _patience(spec):  # mostly what rank 0 finds as well, and says
+        if rank > spec.first_rank and _patience(
+            spec
+        ):  # mostly what the first one here finds and says as well
             status.wait_to_be_ended()
-        process.write_error(rank_folder(Path(spec.runtime_dir), rank), error)
-        logger.error("%s", error, extra={"fields": {"exit_code": int(error.exit_code)}})
-        _record_end(config, spec, error.exit_code, error.problems)
-        return int(error.exit_code)
+        return _tell(error, config, spec, rank)
     except PeerLostError as error:
         status.wait_to_be_ended(_patience(spec))
         logger.error("another rank of this run is gone: %s", error)
-        return PEER_LOST
-    except EndedTogether:
-        status.wait_to_be_ended(_patience(spec))
-        return PEER_LOST
+        return int(ExitCode.PEER_LOST)
+    except EndedTogether as ended:
+        if spec.host and isinstance(ended.__cause__, TrainerError):  # of that host nobody is here to end this
+            return _tell(ended.__cause__, config, spec, rank)
+        status.wait_to_be_ended(_patience(spec, saves=spec.hosts > 1))
+        return int(ExitCode.PEER_LOST)
     finally:
         stop.uninstall()
     status.beat(Phase.DONE)
     _record_end(config, spec, ExitCode.OK, ())
     return int(ExitCode.OK)
+
+
+def _make_folder(config: RunConfig, spec: Spec, rank: int) -> None:
+    """Make the run's folder, and log there from now on. Raises ConfigError where it cannot be written."""
+    try:
+        config.output_dir.mkdir(parents=True, exist_ok=True)
+        require_no_links(config.output_dir)
+        log.setup(config.output_dir, rank, host=spec.host)
+    except OSError as error:
+        raise ConfigError(
+            f"the output folder cannot be written: {error.strerror}",
+            where=str(config.output_dir),
+            remedy="set output_dir, or --output, to a folder that this user may write",
+        ) from error
+
+
+def _tell(error: TrainerError, config: RunConfig, spec: Spec, rank: int) -> int:
+    """Log an error and leave it to the supervisor; gives its exit code."""
+    process.write_error(spec.status_folder(rank), error)
+    fields = {"fields": {"exit_code": int(error.exit_code)}}
+    logging.getLogger("trainer.run").error("%s", error, extra=fields)
+    _record_end(config, spec, error.exit_code, error.problems)
+    return int(error.exit_code)
 
 
 def _record_end(config: RunConfig, spec: Spec, exit_code: ExitCode, problems: Sequence[Problem]) -> None:
@@ -110,9 +126,16 @@ def _record_end(config: RunConfig, spec: Spec, exit_code: ExitCode, problems: Se
         )
 
 
-def _patience(spec: Spec) -> float:
-    """Seconds in which the supervisor ends a rank that has lost the others: none where it is gone itself."""
-    return _GONE_SECONDS if spec.supervisor_pid in (None, os.getppid()) else 0.0
+def _patience(spec: Spec, *, saves: bool = False) -> float:
+    """Seconds in which the supervisor ends a rank that has lost the others: none where it is gone itself.
+
+    Where rank 0 `saves` on this host and others are on another one, it may take long, and needs nobody.
+    """
+    if spec.supervisor_pid not in (None, os.getppid()):
+        return 0.0
+    if saves:
+        return BUDGET_SECONDS[Phase.SAVE]
+    return _GONE_SECONDS
 
 
 def _scan(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag) -> Samples:
@@ -136,6 +159,7 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
         from trainer.engine import run
         from trainer.engine.building.base_load_check import check_loadable
         from trainer.engine.context import Context
+        from trainer.engine.hosts.place import end_lost, meeting_of, tell
         from trainer.engine.ranks import is_lost_connection, joined
         from trainer.modeling.quiet import quiet_libraries
         from trainer.planning.out_of_memory import is_out_of_memory, out_of_memory
@@ -143,14 +167,18 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
 
         quiet_libraries()
     family, say = get(config.family), logging.getLogger("trainer.run").info
-    source = _source(config, status, stop, say)
-    with _importing():  # classes of the base model
-        check_loadable(family, source)
+    with _announcing(spec):
+        source = _source(config, status, stop, say)
+        with _importing():  # classes of the base model
+            check_loadable(family, source)
     plan = codec.from_json(Plan, spec.plan_text, "plan.json")
     try:
         place = Path(spec.meeting_place)
         who, look = environment.rank_and_ranks(), stop.raise_if_requested
-        with joined(*who, place, status, device=plan.device, look=look) as ranks:
+        meeting, on_lost = meeting_of(config, plan, source, spec), functools.partial(end_lost, spec)
+        with joined(
+            *who, place, status, device=plan.device, look=look, meeting=meeting, on_lost=on_lost
+        ) as ranks:
             context = Context(
                 config=config,
                 plan=plan,
@@ -161,15 +189,9 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
                 stop=stop,
                 say=say,
                 ranks=ranks,
+                tell=tell,
             )
-            if spec.mode == "train":
-                run.train(context, samples, spec)
-            elif spec.mode == "cache":
-                run.cache_only(context, samples, spec)
-            elif spec.mode == "sample":
-                run.sample_once(context, spec)
-            else:
-                run.verify_file(context, spec)
+            run.do(context, samples, spec)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             if plan.in_rows and isinstance(error, RuntimeError) and is_lost_connection(error):
@@ -177,6 +199,19 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
             raise
         allowed = functools.partial(may_be_planned, config)
         raise out_of_memory(error, status.phase, config, plan, allowed) from error
+
+
+@contextlib.contextmanager
+def _announcing(spec: Spec) -> Iterator[None]:
+    """Tell other hosts, which may wait for this one, of an error in the block."""
+    try:
+        yield
+    except TrainerError as error:
+        if spec.hosts > 1:
+            from trainer.engine.hosts.place import announce_end
+
+            announce_end(spec, error)
+        raise
 
 
 @contextlib.contextmanager

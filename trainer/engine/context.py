@@ -41,6 +41,17 @@ class Context:
     say: Callable[[str], None]
     """Prints one line for people and adds it to the run's log; on ranks but the first nothing."""
     ranks: Ranks = ALONE
+    tell: Callable[[str], None] = lambda text: None
+    """Prints one line for the people at this host, whichever it is."""
+    cache_ranks: tuple[int, ...] = ()
+    """Ranks whose hosts share a cache with this one, which is among them; empty for all."""
+    shares_run_dir: bool = True
+    """Whether this host sees the run's folder of host 0."""
+
+    @property
+    def fills(self) -> tuple[int, ...]:
+        """Ranks that fill this process's cache together, in their order."""
+        return self.cache_ranks or tuple(range(self.ranks.size))
 
     def alive(
         self, phase: Phase, *, step: int | None = None, total: int | None = None, item_done: bool = False
@@ -62,7 +73,7 @@ class Context:
     @property
     def device(self) -> str:
         """torch device of this process."""
-        return f"cuda:{self.plan.devices[self.ranks.rank]}" if self.plan.device == "cuda" else "cpu"
+        return f"cuda:{self.plan.devices[self.ranks.local_rank]}" if self.plan.device == "cuda" else "cpu"
 
     @property
     def run_dir(self) -> Path:

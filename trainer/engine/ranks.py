@@ -11,14 +11,16 @@ import datetime
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from trainer.errors import EndedTogether, HardwareError, PeerLostError, TrainerError
+from trainer.engine.meeting.lifeline import GO_ON, Lifeline
+from trainer.engine.meeting.meeting import Meeting, connected, met
+from trainer.errors import EndedTogether, HardwareError, LostError, PeerLostError, TrainerError
 from trainer.planning.out_of_memory import is_out_of_memory
 from trainer.telemetry.status import StatusWriter
 
@@ -27,6 +29,10 @@ _TIMEOUT = datetime.timedelta(weeks=3)
 """Longer than any phase: it is the supervisor that judges who is silent, not a library."""
 _TOLD_SECONDS = 1.0
 _LOOK_SECONDS = 0.05
+_ELSEWHERE_SECONDS = 10.0
+"""Longest time from a broken connection to the end of this process, where several hosts train."""
+PIECE_BYTES = 64 * 2**20
+"""Most that travels between hosts in one piece, in bytes of all ranks together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +41,44 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    hosts: int = 1
+    """Machines of the ranks: each has as many, in their order."""
     waits: Waits | None = None
     """Where this process says that it waits; None for nowhere."""
+    host_group: dist.ProcessGroup | None = None
+    """The ranks of this host among several hosts; None where they are all."""
+    lifeline: Lifeline | None = None
+    """Notices that another host is lost; None for one host."""
 
     @property
     def first(self) -> bool:
         """True for the process that writes the run's files."""
         return self.rank == 0
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks of each host."""
+        return self.size // self.hosts
+
+    @property
+    def host(self) -> int:
+        """Number of this process's host."""
+        return self.rank // self.ranks_here
+
+    @property
+    def local_rank(self) -> int:
+        """The place of this process among those of its host."""
+        return self.rank % self.ranks_here
+
+    @property
+    def speaks(self) -> bool:
+        """True for the process that speaks for its host."""
+        return self.local_rank == 0
+
+    def part(self) -> None:
+        """Look no more for lost hosts: all ranks are about to end, each when it is done."""
+        if self.lifeline is not None:
+            self.lifeline.end()
 
     def from_first(self, value: Item) -> Item:
         """The value of rank 0, on every rank; it can be pickled."""
@@ -128,18 +165,37 @@ class Ranks:
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Give row j of `sent` (ranks, n) to rank j; row r of `received` is what rank r gave."""
         with self.waiting():
-            dist.all_to_all_single(received, sent)
+            if not (pieces := self._pieces(sent)):
+                dist.all_to_all_single(received, sent)
+            for piece in pieces:
+                ours, theirs = sent[:, piece].contiguous(), torch.empty_like(received[:, piece])
+                dist.all_to_all_single(theirs, ours)
+                received[:, piece] = theirs
 
     def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
         """Write `own` (n,) of rank r to row r of `gathered` (ranks, n)."""
         with self.waiting():
-            dist.all_gather(list(gathered), own)
+            if not (pieces := self._pieces(gathered)):
+                dist.all_gather(list(gathered), own)
+            for piece in pieces:
+                dist.all_gather(list(gathered[:, piece]), own[piece])
+
+    def _pieces(self, rows: torch.Tensor) -> list[slice]:
+        """Parts of rows (ranks, n) that travel one after the other between hosts; none where they may travel
+        whole: drivers of some networks fail under more at once.
+        """
+        width, each = rows.shape[1], max(1, PIECE_BYTES // (rows.shape[0] * rows.element_size()))
+        if self.hosts == 1 or width <= each:
+            return []
+        return [slice(start, min(start + each, width)) for start in range(0, width, each)]
 
     def send(self, tensor: torch.Tensor, source: int) -> None:
-        """Write rank `source`'s tensor of any type to `tensor` on all others."""
+        """Write the tensor of any type of this host's rank number `source` to `tensor` on its others."""
         if tensor.numel():
+            first = self.rank - self.local_rank
             with self.waiting():
-                dist.broadcast(tensor.reshape(-1).view(torch.uint8), source)
+                flat = tensor.reshape(-1).view(torch.uint8)
+                dist.broadcast(flat, first + source, group=self.host_group)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -183,6 +239,7 @@ class Waits:
         self._status, self._lock, self._ended = status, threading.Lock(), threading.Event()
         self._since: float | None = None
         self._told = False
+        """Whether the status says that this process waits now."""
         threading.Thread(target=self._watch, daemon=True, name="waits").start()
 
     def __enter__(self) -> None:
@@ -202,6 +259,16 @@ class Waits:
                 if waits and not self._told:  # once: ranks that wait for each other for ever fall silent
                     self._status.wait()
                     self._told = True
+
+    def now(self) -> bool:
+        """Whether the status says so now."""
+        return self._told and self._since is not None
+
+    def still(self) -> None:
+        """Say again that this process waits, where it was told: for ranks of other hosts, which work."""
+        with self._lock:
+            if self.now():
+                self._status.wait()
 
     def end(self) -> None:
         """End the thread."""
@@ -225,35 +292,99 @@ def joined(
     *,
     device: str = "cpu",
     look: Callable[[], None] = lambda: None,
+    meeting: Meeting | None = None,
+    on_lost: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Ranks]:
-    """Meet the other ranks of this host through a file that nobody made before, for the time of the block.
+    """Meet the other ranks of this host through a file that nobody made before, for the time of the block;
+    of several hosts at the `meeting`, whose errors it raises too.
 
     What is on the host travels by gloo, and what is on a GPU by NCCL, which connects at its first use: see
     `Ranks.connect`. At the end every rank waits for the others; after an error none does. `look` is called
-    while others are not there yet, and may raise to end that. Raises HardwareError where they cannot meet.
+    while others are not there yet, and may raise to end that. `on_lost` is called on a thread of its own when
+    another host is lost, and ends the process. Raises HardwareError where they cannot meet.
     """
-    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     if size == 1:
         yield ALONE
         return
     waits = None if status is None else Waits(status)
-    ranks = Ranks(rank=rank, size=size, waits=waits)
+    ranks = Ranks(rank=rank, size=size, hosts=1 if meeting is None else meeting.hosts, waits=waits)
     try:
         with contextlib.nullcontext() if waits is None else waits:
-            store = dist.FileStore(str(meeting_place), size)  # type: ignore[attr-defined]
-            store.set_timeout(_TIMEOUT)
-            _await(store, rank, size, look)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+            if meeting is None:
+                store = dist.FileStore(str(meeting_place), size)  # type: ignore[attr-defined]
+                store.set_timeout(_TIMEOUT)
+                _await(store, rank, size, look)
+            else:
+                store = met(meeting, rank, size, look)
+                ranks = replace(ranks, lifeline=_lifeline(meeting, ranks, on_lost))
+            ranks = replace(ranks, host_group=_process_group(store, ranks, device))
     except RuntimeError as error:
         if status is not None:  # mostly because another one has ended, which says why
             status.wait_to_be_ended()
-        raise HardwareError(
-            f"the {size} processes of this run cannot connect to each other: {error}",
-            where="parallel.gpus",
-            remedy="see whether this machine lets programs connect over its loopback interface, or write 1",
-        ) from error
-    yield ranks
-    ranks.meet()
+        raise _unmet(size, meeting, error) from error
+    with _losing(ranks.lifeline, status):
+        yield ranks
+        ranks.meet()
+    ranks.part()
     if waits is not None:
         waits.end()
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _losing(lifeline: Lifeline | None, status: StatusWriter | None) -> Iterator[None]:
+    """Make a lost connection of several hosts a LostError, which says as much as is known of the other one.
+
+    Where it is a rank of this host that is gone, the supervisor ends this one meanwhile.
+    """
+    try:
+        yield
+    except (PeerLostError, RuntimeError) as error:
+        if lifeline is None or (isinstance(error, RuntimeError) and not is_lost_connection(error)):
+            raise
+        if status is not None:
+            status.wait_to_be_ended(_ELSEWHERE_SECONDS)
+        known = lifeline.silent(_ELSEWHERE_SECONDS / 2) or "the connection to another machine broke"
+        raise LostError(f"{known} ({error})", remedy=GO_ON) from error
+
+
+def _process_group(store: Any, ranks: Ranks, device: str) -> dist.ProcessGroup | None:
+    """Make the group of all ranks; gives the one of this host's, where it has several among others'."""
+    backend, size, each = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", ranks.size, ranks.ranks_here
+    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=size, timeout=_TIMEOUT)
+    if each in (1, size):
+        return None
+    made = [  # all ranks make all groups, in one order
+        dist.new_group(list(range(first, first + each)), timeout=_TIMEOUT, backend=backend)
+        for first in range(0, size, each)
+    ]
+    return made[ranks.host]
+
+
+def _lifeline(meeting: Meeting, ranks: Ranks, on_lost: Callable[[str], None]) -> Lifeline:
+    """The lifeline of this rank, by a connection of its own: the group's may be busy for long."""
+    waits, others = ranks.waits, (one for one in range(meeting.hosts) if one != meeting.host)
+    lifeline = Lifeline(
+        connected(meeting),
+        ranks.rank,
+        {host: meeting.ranks_of(host, ranks.size) for host in others},
+        waits=lambda: waits is not None and waits.now(),
+        on_others_work=lambda: None if waits is None else waits.still(),
+        on_lost=on_lost,
+    )
+    lifeline.begin()
+    return lifeline
+
+
+def _unmet(size: int, meeting: Meeting | None, error: RuntimeError) -> HardwareError:
+    remedy = "see whether this machine lets programs connect over its loopback interface, or write 1"
+    if meeting is not None:
+        remedy = (
+            "the machines must reach each other at any port, by the interface that GLOO_SOCKET_IFNAME names:"
+            " `trainer plan` shows it"
+        )
+    return HardwareError(
+        f"the {size} processes of this run cannot connect to each other: {error}",
+        where="parallel.gpus",
+        remedy=remedy,
+    )

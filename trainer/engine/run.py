@@ -26,6 +26,8 @@ from trainer.engine.caching.lengths import fit_lengths
 from trainer.engine.caching.samples import Samples, prompt_controls
 from trainer.engine.caching.store import DamagedEntryError, prune
 from trainer.engine.context import Context, apply_backend_settings
+from trainer.engine.hosts import folders
+from trainer.engine.hosts.link import tell_link
 from trainer.engine.records import resume
 from trainer.engine.records.journal import Journal, start_tracker
 from trainer.engine.results import proof
@@ -54,19 +56,32 @@ from trainer.telemetry.status import Phase
 from trainer.words.sizes import GIB
 
 
+def do(context: Context, samples: Samples, spec: Spec) -> None:
+    """Do the job that the spec is of."""
+    if spec.mode == "train":
+        train(context, samples, spec)
+    elif spec.mode == "cache":
+        cache_only(context, samples, spec)
+    elif spec.mode == "sample":
+        sample_once(context, spec)
+    else:
+        verify_file(context, spec)
+
+
 def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
     """Encode everything that `train` would; then, if asked to, remove entries that this run does not use."""
     apply_backend_settings(context)
+    context = folders.found(context)
     samples = fit_lengths(context, samples)
     _require_one_set(context, samples)
-    first = context.ranks.first
-    if first:
+    leads = context.ranks.rank == context.fills[0]
+    if context.ranks.first:
         tell_cut_captions(context, samples.all)
     entries = list_entries(context, samples.all, samples.prompt_controls)
-    if spec.import_folder and first:
+    if spec.import_folder and leads:
         import_entries(context, entries, Path(spec.import_folder))
     report = fill_cache(context, entries, verify=spec.verify)
-    if spec.prune and first:
+    if spec.prune and leads:
         files, size = prune(entries.cache.folder, {entry.key for entry in entries.all()})
         context.say(f"pruned {files} files, {size / GIB:.2f} GiB")
     context.say(f"cache complete in {context.cache_dir}: {report.reused + report.encoded} entries")
@@ -101,6 +116,7 @@ def train(context: Context, samples: Samples, spec: Spec) -> None:
 
 
 def _train(context: Context, samples: Samples, spec: Spec) -> None:
+    context = folders.found(context)
     samples = fit_lengths(context, samples)
     _require_one_set(context, samples)
     context = with_steps(context, samples.training)
@@ -124,6 +140,8 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     context.status.device_memory = peak_bytes
     tracker = start_tracker(context) if context.ranks.first else None  # before minutes of loading
     context.ranks.connect(context.device)
+    writes = context.ranks.first and not start.relabels
+    tell_link(context, spec.plan_text, context.run_dir / PLAN_FILE if writes else None)
     built = build(context, varies(context, entries))
     context, before = built.context, None
     if context.config.method == "full":  # its proof has no adapter to take off
@@ -163,6 +181,9 @@ def _require_one_set(context: Context, samples: Samples) -> None:
     if context.ranks.size == 1:
         return
     if len(set(context.ranks.gathered(data_fingerprint(samples.all)))) > 1:
+        if context.ranks.hosts > 1 and (what := folders.first_other_sample(context, samples.all)):
+            remedy = "copy the data set again, or name a folder that all hosts see; names count as well"
+            raise DataError(what, where="data.sets", remedy=remedy)
         raise DataError(
             "the data set changed while the processes of this run read it: they found different samples",
             where="data.sets",
@@ -177,9 +198,12 @@ def _start(context: Context, samples: Samples) -> resume.Start:
     found: dict[str, Any] = {}
     if context.ranks.first:
         start = resume.start(context, samples.training)
-        found = {**vars(start), "context": start.context.plan}
+        found = {**vars(start), "context": start.context.plan.text_encoder_weights}
     found = context.ranks.from_first(found)
-    return resume.Start(**{**found, "context": dataclasses.replace(context, plan=found["context"])})
+    # the rest of the plan is this host's own
+    plan = dataclasses.replace(context.plan, text_encoder_weights=found["context"])
+    start = resume.Start(**{**found, "context": dataclasses.replace(context, plan=plan)})
+    return folders.with_checkpoint(context, start)
 
 
 def _work(context: Context, built: Built, entries: Entries, held_out: HeldOut | None) -> state.Work:
@@ -205,7 +229,7 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
         if before is None:
             path, comfyui, result = proof.export_lora(context, model)
             prove_best(context, model, run.held_out, path)
-            context.ranks.from_first(path)
+            _hand_out(context, path)
             files = f"{path}" if comfyui is None else f"{path} (diffusers), {comfyui} (ComfyUI)"
             summary = f"LoRA: {files}. Proved: {result}."
         else:
@@ -234,6 +258,13 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
     context.say(summary)
 
 
+def _hand_out(context: Context, path: Path) -> Path:
+    """The LoRA's file of rank 0 as this host has it, where previews are drawn with it."""
+    if context.config.validation.prompts:
+        return folders.handed(context, path)
+    return context.ranks.from_first(path)
+
+
 def _follow(work: state.Work, now: state.State, before: list[torch.Tensor] | None) -> None:
     """Train as rank 0 does, and draw this rank's previews of the result, with the LoRA from the file that
     rank 0 wrote and proved; of a full fine-tune this rank exports and proves its rows. Raises EndedTogether
@@ -248,14 +279,15 @@ def _follow(work: state.Work, now: state.State, before: list[torch.Tensor] | Non
                 if context.config.validation.prompts:
                     sample(context, model, work.entries, context.ranks)
             return
-        path = context.ranks.from_first(context.run_dir)
+        path = _hand_out(context, context.run_dir)
         if context.config.validation.prompts:
             with rounds.beside_training(work):
                 proof.take_back(context, model, path)
                 sample(context, model, work.entries, context.ranks)
     except EndedTogether:
-        with contextlib.suppress(PeerLostError):
-            context.ranks.meet()
+        if context.ranks.hosts == 1:  # of several each host ends by itself
+            with contextlib.suppress(PeerLostError):
+                context.ranks.meet()
         raise
 
 

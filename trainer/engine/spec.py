@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.files import atomic
+from trainer.telemetry.status import rank_folder
 
 SPEC_FILE = "spec.json"
 Mode = Literal["train", "cache", "sample", "verify"]
@@ -48,8 +49,21 @@ class Spec(Job):
     cache_dir: str
     meeting_place: str
     """File by which the ranks of the job find each other; it does not exist before."""
+    hosts: int = 1
+    """Machines that do the job together."""
+    host: int = 0
+    """Number of this one."""
+    first_rank: int = 0
+    """The first of this host's ranks among all."""
+    master: str = ""
+    """Address of host 0, where several hosts meet."""
+    port: int = 0
     supervisor_pid: int | None = None
     """The process that watches; the job ends when it is gone."""
+
+    def status_folder(self, rank: int) -> Path:
+        """Folder of a rank's status, which counts this host's ranks alone."""
+        return rank_folder(Path(self.runtime_dir), rank - self.first_rank)
 
 
 def write_spec(spec: Spec, path: Path) -> None:

@@ -204,9 +204,9 @@ def _host(decided: Decided) -> tuple[tuple[MemoryRow, ...], int, Decision]:
     host = memory.host_rows(chosen.storage, situation.geometry)
     kept, keeping = kept_samples(situation, decided.limit, chosen.peak_bytes, memory.total(host))
     if host and kept:
-        each = f", of {situation.ranks} processes" if situation.ranks > 1 else ""
+        each = f", of {situation.ranks_here} processes" if situation.ranks_here > 1 else ""
         detail = f"encoded samples that were read, at most{each}"
-        host += (MemoryRow("data", situation.ranks * kept, detail),)
+        host += (MemoryRow("data", situation.ranks_here * kept, detail),)
     return host, kept, keeping
 
 
@@ -262,9 +262,11 @@ def _disk(situation: Situation, chosen: fit.Outcome) -> tuple[int, Decision]:
 def _warnings(situation: Situation, needed: int) -> Iterator[str]:
     """Warnings about things that work, but deserve to be known; `needed` are bytes of host memory."""
     facts, available = situation.facts, situation.facts.memory.available_bytes
-    several = situation.ranks > 1
+    several = situation.ranks_here > 1
     if needed > available:
-        who = f"the {situation.ranks} training processes need" if several else "the training process needs"
+        who = (
+            f"the {situation.ranks_here} training processes need" if several else "the training process needs"
+        )
         yield f"{who} {gib(needed)} of host memory, {gib(available)} are available"
     if facts.wsl and situation.on_gpu:
         yield WSL_SPILLS

@@ -86,9 +86,9 @@ class Plan:
     accumulation_steps: int
     """Micro-batches of one optimizer step; with `micro_batch_size` the configured effective batch."""
     ranks: int
-    """Processes that train together; they share the micro-batches of a step."""
+    """Processes that train together, on all hosts; they share the micro-batches of a step."""
     devices: tuple[int, ...]
-    """Places of their GPUs among the visible ones, by rank; empty on a CPU."""
+    """Places of this host's GPUs among the visible ones, by their ranks' order; empty on a CPU."""
     vae_tiling: bool
     tf32: bool
     pin_memory: bool
@@ -125,6 +125,8 @@ class Plan:
     """Variables of each of several ranks, besides `environment`, with the user's values likewise."""
     unset: tuple[str, ...] = ()
     """Variables that the training process must not have: other spellings of those in `environment`."""
+    hosts: int = 1
+    """Machines of these processes, each with as many."""
     optimizer_milliseconds: float = 0.0
     """Predicted time of a full fine-tune's optimizer step; 0.0 of a LoRA's, and where rates are unknown."""
 
@@ -132,6 +134,11 @@ class Plan:
     def step_seconds(self) -> float | None:
         """Predicted time of an optimizer step; None where the machine's rates are unknown."""
         return self.step_milliseconds * self.accumulation_steps / self.ranks / 1e3 or None
+
+    @property
+    def ranks_here(self) -> int:
+        """Processes on one host."""
+        return self.ranks // self.hosts
 
     def child_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """`environ` with what the training process needs; the user's own `OMP_*` values stay."""
@@ -148,7 +155,7 @@ class Plan:
     def of_one_process(self) -> Plan:
         """The plan for a job that one process does alone, with a whole base."""
         return replace(
-            self, ranks=1, devices=self.devices[:1], sharded_blocks=0, shard_group=1, in_rows=False
+            self, ranks=1, hosts=1, devices=self.devices[:1], sharded_blocks=0, shard_group=1, in_rows=False
         )
 
     @property

@@ -10,12 +10,14 @@ from typing import Any
 
 from trainer import families
 from trainer.config import environment
+from trainer.config.hosts import Hosts
 from trainer.config.reading.load import Loaded, with_settings
 from trainer.config.schema import FeaturesSection, RunConfig, changed
 from trainer.errors import ConfigError, HardwareError, TrainerError
 from trainer.families.family import Family
 from trainer.families.values import AttentionShape
 from trainer.files.weight_files import weight_files
+from trainer.machine import network
 from trainer.machine.facts import Facts, Gpu
 from trainer.machine.profiles import Selected, select_each
 from trainer.machine.reading import read_facts
@@ -79,7 +81,7 @@ def plan_run(
         judge(family, changed)
         return changed.config
 
-    source = "facts" if requested_profile == "auto" else "TRAINER_PROFILE"
+    hosts, source = loaded.hosts, "facts" if requested_profile == "auto" else "TRAINER_PROFILE"
     common = Situation(
         config=config,
         facts=facts,
@@ -89,16 +91,25 @@ def plan_run(
         environ=environment.snapshot(),
         disk=disk_of(weights_folder(family, folder)),
         goes_on=loaded.goes_on,
+        hosts=hosts,
+        interface=_interface(hosts) if hosts.several else "",
     )
 
     def resolved(left_out: Set[int]) -> Plan:
-        machines = _situations(common, kinds, left_out, source)
-        return resolve(machines, changed_by, offload=not no_offload)
+        return resolve(_situations(common, kinds, left_out, source), changed_by, offload=not no_offload)
 
     plan = _beside_others(resolved, kinds, facts) if config.parallel.gpus == "auto" else resolved(frozenset())
     rows = base_rows(family, config, folder) if is_repository(config) else ()
     warnings = (*plan.warnings, *told, *short_of_memory(plan, facts))
     return dataclasses.replace(plan, decisions=(*plan.decisions, *rows), warnings=warnings)
+
+
+def _interface(hosts: Hosts) -> str:
+    """The network interface by which this host reaches the others; empty where it is not known now."""
+    try:
+        return network.interface_to(network.address_of(hosts.address, hosts.port), hosts.port)
+    except OSError:  # a start waits for the name before it plans, and says so
+        return ""
 
 
 def short_of_memory(plan: Plan, facts: Facts, *, share: float = 1.0) -> tuple[str, ...]:

@@ -52,8 +52,8 @@ def resolve(machines: Sequence[tuple[Situation, Decision]], changed_by: ChangedB
             skipped.append(_why_skipped(one, error))
             continue
         needed, available = host_bytes(decided), one.situation.facts.memory.available_bytes
-        if one.automatic and one.situation.ranks > 1 and needed > available:
-            who = f"{one.situation.ranks} training processes need {gib(needed)} of host memory"
+        if one.automatic and one.situation.ranks_here > 1 and needed > available:
+            who = f"{one.situation.ranks_here} training processes need {gib(needed)} of host memory"
             skipped.append(f"{who}, {gib(available)} are available")
             continue
         ways.append(_Way(spread=one, decided=decided, rows=rows, split=split or one.split))
@@ -83,8 +83,11 @@ def _planned(ways: Sequence[_Way], skipped: Sequence[str]) -> Plan:
     worse = [way for way in reversed(ways) if way.spread.kind != best.spread.kind]
     others = {way.spread.kind: way.why_skipped for way in worse}
     made = spread.row(best.spread, skipped, tuple(others.values()))
-    rows = (best.spread.profile_row, *best.rows, *filter(None, (made,)))
-    return plan_of(best.decided, rows, best.split)
+    machines = spread.hosts_row(best.spread.situation)
+    rows = (best.spread.profile_row, *best.rows, *filter(None, (machines, made)))
+    return dataclasses.replace(
+        plan_of(best.decided, rows, best.split), hosts=best.spread.situation.hosts.count
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

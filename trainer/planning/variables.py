@@ -10,6 +10,7 @@ from trainer.machine.facts import driver_text
 from trainer.planning.choose import allocator
 from trainer.planning.choose.situation import Situation
 from trainer.planning.plan import Decision
+from trainer.telemetry.status import BUDGET_SECONDS, HUNG_FACTOR
 
 _NO_PEER_ACCESS = "RTX 40"
 """Part of the names of GPUs that cannot read each other's memory. accelerate looks for it too, among all GPUs
@@ -69,12 +70,30 @@ def _of_all(situation: Situation) -> Iterator[_Ours]:
 
 
 def _of_ranks(situation: Situation) -> Iterator[_Ours]:
-    cores, ranks = situation.facts.cpu_count, situation.ranks
-    if ranks == 1:
+    cores, ranks = situation.facts.cpu_count, situation.ranks_here
+    if situation.ranks == 1:
         return
     each = max(1, cores // ranks)
-    yield "OMP_NUM_THREADS", str(each), f"{cores} cores, shared by {ranks} processes"
+    shared = f", shared by {ranks} processes" if ranks > 1 else " for the process on this host"
+    yield "OMP_NUM_THREADS", str(each), f"{cores} cores{shared}"
+    if situation.hosts.several:
+        yield from _between_hosts(situation)
+        return
     # a host without a network, or one that does not know its own name, has this interface too
     yield "GLOO_SOCKET_IFNAME", _LOOPBACK, "the processes meet on this host, without a network"
     if situation.on_gpu:
         yield "NCCL_SOCKET_IFNAME", _LOOPBACK, "the GPUs meet on this host, without a network"
+
+
+def _between_hosts(situation: Situation) -> Iterator[_Ours]:
+    interface, why = situation.interface, f"the route to {situation.hosts.meeting}, where the hosts meet"
+    if interface:
+        yield "GLOO_SOCKET_IFNAME", interface, f"{why}, goes by it"
+    if not situation.on_gpu:
+        return
+    if interface:
+        yield "NCCL_SOCKET_IFNAME", interface, f"{why}, goes by it"
+    # the lifeline and the supervisors judge who is lost; NCCL knows neither phases nor budgets
+    seconds = int(2 * HUNG_FACTOR * max(BUDGET_SECONDS.values()))
+    yield "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(seconds), "longer than what ends a lost or hung rank"
+    yield "TORCH_NCCL_DUMP_ON_TIMEOUT", "0", "the supervisor says what was hung, and ends it"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from trainer.errors import MEANING, ExitCode
+from trainer.errors import GOES_ON, MEANING, ExitCode
 
 CPU = "cpu"
 """Name of the lease of jobs that compute without a GPU: there is one, so they run one at a time."""
@@ -102,11 +102,12 @@ def judged(*, alive: bool, began: bool, exit_code: int | None, held: bool, asked
         return Seen(state=State.STOPPING if asked else State.RUNNING, words=_alive(exit_code, asked))
     if exit_code == ExitCode.OK:
         return Seen(state=State.FINISHED, exit_code=exit_code)
-    if exit_code == ExitCode.STOPPED:
+    if exit_code in GOES_ON:
         if held or asked:
             words = "stopped, resumable: `trainer queue hold --release` goes on with it"
             return Seen(state=State.HELD, words=words, exit_code=exit_code)
-        return Seen(state=State.WAITING, words="stopped from outside, goes on by itself", exit_code=exit_code)
+        why = "stopped from outside" if exit_code == ExitCode.STOPPED else "another machine was lost"
+        return Seen(state=State.WAITING, words=f"{why}, goes on by itself", exit_code=exit_code)
     if exit_code is not None:
         return Seen(state=State.FAILED, words=meaning(exit_code), exit_code=exit_code)
     if began:

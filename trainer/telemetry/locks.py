@@ -141,6 +141,23 @@ def is_held_by(path: Path, holder: Mapping[str, object]) -> bool:
     return same and held
 
 
+def supervisor_here(path: Path) -> int | None:
+    """The process that the last holder of a lock file named as its supervisor; None where it is another
+    machine's or container's, or not known.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        holder = _holder(descriptor)
+    finally:
+        os.close(descriptor)
+    if holder is None or any(holder.get(name) != value for name, value in place().items()):
+        return None
+    return holder["supervisor"] if isinstance(holder["supervisor"], int) else None
+
+
 def _holder(descriptor: int) -> dict[str, object] | None:
     """The words that the last holder of a lock file wrote; None where they are not ours."""
     try:

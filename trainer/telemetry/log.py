@@ -20,10 +20,11 @@ from trainer.telemetry.sinks.records import StepRecord, cut_torn_line
 from trainer.words.sizes import GIB
 
 
-def setup(run_dir: Path | None, rank: int = 0) -> None:
+def setup(run_dir: Path | None, rank: int = 0, host: int = 0) -> None:
     """Send the loggers of this package to stderr and, with a run folder, to its log.jsonl as well.
 
-    Of a rank but the first only errors are told, which name it: of all else the first one says the same.
+    Of a rank but the first only errors are told, which name it: of all else the first one says the same. Of
+    another host than the first they are in a log.jsonl of its own: the folder may be a network's.
 
     Called again it replaces what it set up before: a command can log first and learn its run folder later.
     """
@@ -38,7 +39,7 @@ def setup(run_dir: Path | None, rank: int = 0) -> None:
     logger.addHandler(human)
     if run_dir is not None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        path = run_dir / "log.jsonl"
+        path = run_dir / (f"log-host-{host}.jsonl" if host else "log.jsonl")
         if not rank:
             cut_torn_line(path)
         # a folder's name need not be UTF-8; its bytes then stand as JSON escapes them

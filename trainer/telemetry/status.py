@@ -92,7 +92,9 @@ class Status:
     device_memory_reserved_peak_bytes: int | None = None
     """Most memory of its GPU that the process held while it loaded and trained: 0 on a CPU, None before."""
     ranks: int = 1
-    """Processes of this run, of which each has a status."""
+    """Processes of this run on this host, of which each has a status."""
+    first_rank: int = 0
+    """Number of the first of them among the run's."""
     waits: bool = False
     """Whether the process waits for the other ranks of its run: they are judged, not this one."""
     early_stop: str = ""
@@ -133,6 +135,7 @@ class StatusWriter:
         directory: Path,
         *,
         ranks: int = 1,
+        first_rank: int = 0,
         interval_seconds: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -141,6 +144,7 @@ class StatusWriter:
         """Folder of this rank's status; of rank 0 the run's runtime folder."""
         self._path = directory / STATUS_FILE
         self._ranks = ranks
+        self._first_rank = first_rank
         self._interval = interval_seconds
         self._clock = clock
         self._boot_id = locks.boot_id()
@@ -206,6 +210,7 @@ class StatusWriter:
             median_step_seconds=self._median,
             device_memory_reserved_peak_bytes=self.device_memory() if self.device_memory else None,
             ranks=self._ranks,
+            first_rank=self._first_rank,
             early_stop=self.early_stop,
         )
         self._write(status)
@@ -262,8 +267,10 @@ def _is_sound(raw: dict[str, object]) -> bool:
     """True if every value can be judged: JSON may hold any type, and NaN."""
     optional = [raw.get(name) for name in _OPTIONAL_NUMBERS]
     numbers = [raw[name] for name in ("beat", "beat_unix_seconds", "started_unix_seconds", "pid")]
-    ranks = raw.get("ranks", 1)
+    ranks, before = raw.get("ranks", 1), raw.get("first_rank", 0)
     if not isinstance(ranks, int) or not 1 <= ranks <= _MOST_RANKS:
+        return False
+    if not isinstance(before, int) or not 0 <= before <= _MOST_RANKS:
         return False
     numbers += [value for value in optional if value is not None]
     texts = (raw.get("cause"), raw.get("early_stop", ""))
@@ -294,12 +301,17 @@ def read_ranks(directory: Path) -> list[Status | None]:
 def was_killed(directory: Path, status: Status) -> bool:
     """True if the run of this status is gone and nobody was left to write its end.
 
-    Its process is not found and nobody holds the lock of `directory`: where a process cannot be seen, as from
-    outside of its container, the lock is.
+    Nobody holds the lock of `directory`, whatever process has the status' number now: in another container,
+    or after a restart of this one, that is somebody else. Where one is left that holds it, as a rank that is
+    stuck, the supervisor and the process of the status are gone.
     """
-    if status.exit_code is not None or status.phase is Phase.DONE or locks.is_alive(status.pid):
+    if status.exit_code is not None or status.phase is Phase.DONE:
         return False
-    return locks.is_held(directory / LOCK_FILE) is False
+    lock = directory / LOCK_FILE
+    if locks.is_held(lock) is False:
+        return True
+    supervisor = locks.supervisor_here(lock)
+    return supervisor is not None and not locks.is_alive(supervisor) and not locks.is_alive(status.pid)
 
 
 def write_end(directory: Path, *, exit_code: int, cause: str) -> None:
@@ -369,7 +381,7 @@ def verdict_of_ranks(statuses: Sequence[Status | None], now: float, *, scale: fl
         return (0, 0.0) if one is None else (one.step or 0, one.beat)
 
     told = min(sick, key=progress) if sick else min(judged)
-    of_rank = f"rank {told}: " if told or sick else ""
+    of_rank = f"rank {first.first_rank + told}: " if told or sick else ""
     ready = all(one.ready for one in judged.values())
     return dataclasses.replace(judged[told], ready=ready, reason=f"{of_rank}{judged[told].reason}")
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainer.cli import jobs, main, measure
+from trainer.cli import jobs, main, measure, places
 from trainer.cli.options import Layers
 from trainer.config.launchers import Launch
 from trainer.engine.probing import probe
@@ -161,7 +161,7 @@ def test_what_would_stop_the_start_is_told_before_kernels_are_measured(
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_before_the_start_ends_with_75(handlers: None, signum: signal.Signals) -> None:
-    jobs.stop_before_start(Launch())
+    places.stop_before_start(Launch())
     with pytest.raises(StoppedError, match="before anything was started"):
         os.kill(os.getpid(), signum)
 

@@ -56,7 +56,7 @@ from trainer.telemetry.supervising.server import serving
 
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 MACHINES = ROOT / "tests/golden/machines"
-RESUMABLE = {ExitCode.HUNG, ExitCode.STOPPED}
+RESUMABLE = {ExitCode.HUNG, ExitCode.STOPPED, ExitCode.PEER_LOST}
 # capabilities that exist, by the architecture of the machines that they are in
 GPUS = {
     "amd64": ((6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)),

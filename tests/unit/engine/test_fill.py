@@ -73,6 +73,7 @@ def filled(
         stop=SimpleNamespace(raise_if_requested=stop_check),
         say=lambda text: None,
         ranks=ranks,
+        fills=tuple(range(ranks.size)),
     )
     wanted: Any = SimpleNamespace(cache=cache, all=lambda: entries)
     with pytest.MonkeyPatch.context() as patch:

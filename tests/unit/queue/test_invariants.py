@@ -148,7 +148,7 @@ class Queue(RuleBasedStateMachine):
             run.end(code)
             one = self.known[str(run.start.job.id)]
             one.asked = False
-            one.state = {None: "lost", 0: "done", 75: "idle"}.get(code, "failed")
+            one.state = {None: "lost", 0: "done", 75: "idle", 76: "idle"}.get(code, "failed")
 
     @rule(uuid=st.sampled_from(UUIDS), pid=st.sampled_from([None, 4711]))
     def others(self, uuid: str, pid: int | None) -> None:

@@ -34,11 +34,11 @@ def test_it_is_a_launcher(queue: FakeLocal) -> None:
 
 @pytest.mark.parametrize("code", [*ExitCode, 1, 130, 137, 143])
 def test_every_exit_code_decides(queue: FakeLocal, machine: FakeMachine, code: int) -> None:
-    """0 is over, 75 that nobody asked for goes again, and nothing else is tried again by itself."""
+    """0 is over, 75 or 76 that nobody asked for goes again, and nothing else is tried again by itself."""
     queue.submit([wanted("cats", (A,)), wanted("dogs", (A,))])
     queue.start_due()
     machine.live()[0].end(code)
-    if code == 75:
+    if code in (75, 76):
         assert queue.state("1").state is State.WAITING
         (again,) = queue.start_due()
         assert (again.id, machine.live()[0].start.gpus) == (1, (A,))  # before the one behind it

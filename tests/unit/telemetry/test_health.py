@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from trainer.telemetry import locks
 from trainer.telemetry.status import Phase, StatusWriter, write_end
 
 from .conftest import Start, wait_for
@@ -90,6 +91,35 @@ def test_a_run_whose_processes_were_killed_is_no_run(start: Start) -> None:
     os.kill(child, signal.SIGKILL)
     said = wait_for(lambda: text if (text := health(run.directory)[1]).startswith("unhealthy") else None)
     assert said == "unhealthy: no run: its processes were killed; it can be resumed\n"
+
+
+def test_a_lock_that_nobody_holds_is_no_run_whoever_has_its_number_now(tmp_path: Path) -> None:
+    """After a restart of a container, or seen from outside, the number of the status is another process'."""
+    StatusWriter(tmp_path).beat(Phase.LOAD)  # our own number: it lives
+    (tmp_path / "lock").touch()
+    assert health(tmp_path) == (1, "unhealthy: no run: its processes were killed; it can be resumed\n")
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert health(tmp_path)[0] == 0
+
+
+def test_a_rank_that_is_left_stuck_makes_no_run(tmp_path: Path) -> None:
+    """It holds the lock that it inherited; the supervisor and rank 0, which beat a moment ago, are gone."""
+    StatusWriter(tmp_path, ranks=2).beat(Phase.TRAIN)
+    StatusWriter(tmp_path / "rank-1", ranks=2).beat(Phase.TRAIN)
+    path, lock = tmp_path / "status.json", tmp_path / "lock"
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pid": gone.pid}))
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        lock.write_text(json.dumps({**locks.place(), "supervisor": os.getpid()}))
+        assert health(tmp_path)[0] == 0  # it is about to say why
+        lock.write_text(json.dumps({**locks.place(), "supervisor": gone.pid}))
+        assert health(tmp_path)[0] == 1
+        other = {"boot": locks.boot_id(), "processes": "pid:[1]", "supervisor": gone.pid}
+        lock.write_text(json.dumps(other))
+        assert health(tmp_path)[0] == 0  # its numbers say nothing here
 
 
 def test_a_run_whose_processes_cannot_be_seen_from_here_is_judged_by_its_lock(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import is_gone
-from trainer.errors import PEER_LOST, ExitCode
+from trainer.errors import ExitCode
 from trainer.telemetry.status import Phase, Status, rank_folders, read_ranks, verdict_of_ranks
 from trainer.telemetry.supervising.supervisor import supervise
 
@@ -176,7 +176,7 @@ def test_a_rank_that_cannot_be_started_ends_those_before_it(
 
 
 def test_a_lost_connection_is_told_with_the_code_of_a_stop(start: Start) -> None:
-    run = start(child=failing(f"sys.exit({PEER_LOST})"), ranks=RANKS)
+    run = start(child=failing(f"sys.exit({int(ExitCode.PEER_LOST)})"), ranks=RANKS)
     pids(run)
     run.directory.with_name("end").touch()
     code, errors = run.end()
@@ -190,7 +190,7 @@ def test_any_cause_goes_before_a_lost_connection(start: Start, last: str, tmp_pa
     ends = CHILD.replace(
         "    time.sleep(0.02)",
         f"    if Path({str(tmp_path / 'end')!r}).exists():\n        if rank == 2: {last}\n"
-        f"        sys.exit({PEER_LOST})\n    time.sleep(0.02)",
+        f"        sys.exit({int(ExitCode.PEER_LOST)})\n    time.sleep(0.02)",
     )
     run = start(child=ends, ranks=RANKS)
     children = pids(run)

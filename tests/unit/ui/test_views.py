@@ -78,7 +78,7 @@ def test_every_exit_code_has_a_remedy_in_words() -> None:
     assert remedy(0) == "" and "Signal 9" in remedy(137) and remedy(None) and remedy(1)
 
 
-@pytest.mark.parametrize("code", [code for code in ExitCode if code not in (0, 75)])
+@pytest.mark.parametrize("code", [code for code in ExitCode if code not in (0, 75, 76)])
 def test_a_failed_run_says_why_and_what_to_do(studio: Studio, code: ExitCode) -> None:
     folder = made.make_run(studio.runs / "cats")
     made.log(folder, "error", "the last words")

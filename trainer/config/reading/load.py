@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import elsewhere, environment, fields
+from trainer.config.hosts import ONE, Hosts
 from trainer.config.judging.rule import Context, check
 from trainer.config.judging.rules import RULES, unused_keys
 from trainer.config.reading import layers, presets
@@ -38,6 +39,8 @@ class Loaded:
     """Variables of the environment that do nothing here, or harm."""
     goes_on: bool = False
     """Whether the run has begun: `config` then holds the decisions that were made at its start."""
+    hosts: Hosts = ONE
+    """The machines that train together."""
 
 
 def load(

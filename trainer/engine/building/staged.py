@@ -44,9 +44,9 @@ def absent(context: Context, module: torch.nn.Module) -> set[str]:
 
 
 def file_readers(context: Context, blocks: Blocks) -> Readers:
-    """The ranks, of which each reads its share of what all have, and its own blocks for itself."""
+    """The ranks of this host: each reads its share of what all have, and its own blocks for itself."""
     ranks, parted = context.ranks, _elsewhere(context.plan, blocks)
-    return Readers(member=ranks.rank, size=ranks.size, send=ranks.send, parted=frozenset(parted))
+    return Readers(member=ranks.local_rank, size=ranks.ranks_here, send=ranks.send, parted=frozenset(parted))
 
 
 def with_staged_blocks(context: Context, model: Model) -> Model:
@@ -82,7 +82,7 @@ def _place(context: Context) -> tuple[int, int]:
     memory.
     """
     plan, ranks = context.plan, context.ranks
-    size = ranks.size if plan.swapped_blocks else plan.shard_group
+    size = ranks.ranks_here if plan.swapped_blocks else plan.shard_group
     return ranks.rank % size, size
 
 

@@ -50,8 +50,8 @@ def fill_cache(context: Context, entries: Entries, *, verify: bool = False) -> F
 
     Entries that are there keep their bytes; with `verify` their tensors are compared too. Damaged ones are
     named in a warning and encoded again. A stop request raises between two entries. Entries finished before
-    an error stay valid. All ranks of a run call it: rank 0 looks for what is missing, which they share, and
-    each returns when all is there.
+    an error stay valid. All ranks of a run call it: the first that has this cache looks for what is missing,
+    which those share that have it too, and each returns when all is there.
     """
     encoded = 0
     distinct = {(entry.kind, entry.key): entry for entry in entries.all()}
@@ -59,10 +59,10 @@ def fill_cache(context: Context, entries: Entries, *, verify: bool = False) -> F
         for kind in KINDS:
             wanted = [entry for entry in distinct.values() if entry.kind == kind]
             on_done = functools.partial(_tell, context, functools.partial(advance, f"caching {kind}"))
-            keys = set[str]()
-            if context.ranks.first:
+            keys, leader = set[str](), context.fills[0]
+            if context.ranks.rank == leader:
                 keys = _missing(context, entries.cache, wanted, on_done, verify=verify)
-            keys = context.ranks.from_first(keys)
+            keys = context.ranks.gathered(keys)[leader]
             missing = [entry for entry in wanted if entry.key in keys]
             encoded += len(missing)
             _encode_share(context, entries.cache, missing, len(wanted), on_done)
@@ -105,8 +105,9 @@ def _encode_share(
 
     What the others do meanwhile counts as done in proportion.
     """
-    working = min(context.ranks.size, -(-len(missing) // LEAST_ENTRIES))
-    ours = missing[context.ranks.rank :: working] if context.ranks.rank < working else ()
+    place, working = context.fills.index(context.ranks.rank), -(-len(missing) // LEAST_ENTRIES)
+    working = min(len(context.fills), working)
+    ours = missing[place::working] if place < working else ()
     if not ours:
         return
     there = told = total - len(missing)

@@ -90,7 +90,7 @@ def no_room(situation: Situation, storage: Storage) -> str:
     if not storage.swapped or needed <= available:
         return ""
     waiting = f"{storage.swapped} of {situation.geometry.blocks} blocks waiting in host memory"
-    who = f"the {storage.ranks} processes need" if storage.ranks > 1 else "the process needs"
+    who = f"the {storage.ranks_here} processes need" if storage.ranks_here > 1 else "the process needs"
     return f"with {waiting} {who} {gib(needed)} of it, and {gib(available)} are available"
 
 
@@ -107,7 +107,7 @@ def swap_rows(situation: Situation, storage: Storage, without_bytes: int) -> Ite
 def sharded(situation: Situation) -> int:
     """Number of blocks that are to lie so as the user wrote it; 0 where the plan may decide."""
     config = situation.config
-    asked = config.parallel.shard == "full" and config.method == "lora" and situation.ranks > 1
+    asked = config.parallel.shard == "full" and config.method == "lora" and situation.ranks_here > 1
     return situation.geometry.blocks if asked else 0
 
 
@@ -134,7 +134,7 @@ def shared(situation: Situation, settings: Iterable[Storage], budget_bytes: int)
     if config.method != "lora" or config.parallel.shard != "auto" or unshared(situation):
         return
     tiled = situation.config.features.vae_tiling is not False
-    groups = [size for size in range(2, situation.ranks + 1) if situation.ranks % size == 0]
+    groups = [size for size in range(2, situation.ranks_here + 1) if situation.ranks_here % size == 0]
     for storage in settings:
         if storage.swapped or _trains_in(storage, situation.geometry, tiled=tiled) <= budget_bytes:
             continue
@@ -165,7 +165,7 @@ def _trains_in(storage: Storage, geometry: Geometry, *, tiled: bool) -> int:
 def unshared(situation: Situation) -> str:
     """Why `auto` shares no block between GPUs; empty where it may."""
     link = situation.facts.link
-    if situation.ranks == 1 or not situation.on_gpu:
+    if situation.ranks_here == 1 or not situation.on_gpu:
         return "there is one GPU" if situation.on_gpu else "processes on a CPU share its memory"
     if swapped(situation.config):
         return f"{SWAP} says where blocks lie"
@@ -184,7 +184,7 @@ def shard_row(situation: Situation, storage: Storage, whole_bytes: int, instead:
     if storage.in_rows:
         rows = "each holds its rows of weights, gradients and moments; blocks are gathered to compute (FSDP2)"
         return situation.decide(SHARD, f"rows over {storage.ranks}", rows, written=f"as written: {rows}")
-    if situation.ranks == 1:
+    if situation.ranks_here == 1:
         alone = "one process has nothing to share with"
         asked = situation.asked(SHARD) == "full"
         return situation.decide(SHARD, "none", alone, written=f"{alone}: as none") if asked else None

@@ -52,7 +52,7 @@ def budget(situation: Situation) -> Budget:
     size, reason = int(profile.budget_share * total), f"{profile.budget_share:.0%} of {gib(total)}"
     if profile.headroom_bytes is not None:
         # the process takes its part beside what the device holds; on a CPU the plan's rows have it
-        beside = situation.ranks * HOST_BYTES if situation.on_gpu else 0
+        beside = situation.ranks_here * HOST_BYTES if situation.on_gpu else 0
         rest = max(0, host.available_bytes - profile.headroom_bytes - beside)
         # beyond its share a machine whose memory is the host's can stop answering
         most, reason = min(rest, size), f"{reason}, the allocator's cap"
@@ -69,8 +69,8 @@ def budget(situation: Situation) -> Budget:
             reason = f"imposed: of the {asked} that were written {most / GIB:.2f} GiB are there"
     if cap < size:
         size, source, reason = cap, spelling, f"the allocator may take {share:.0%}; {reason}"
-    if situation.ranks > 1 and profile.headroom_bytes is not None:
-        size, reason = size // situation.ranks, f"of {situation.ranks} processes each; {reason}"
+    if situation.ranks_here > 1 and profile.headroom_bytes is not None:
+        size, reason = size // situation.ranks_here, f"of {situation.ranks_here} processes each; {reason}"
     filled = _FILLED_IMPOSED if imposed else _FILLED
     return Budget(
         bytes=size,
@@ -82,7 +82,7 @@ def budget(situation: Situation) -> Budget:
 
 
 def _processes(situation: Situation) -> str:
-    return "the process" if situation.ranks == 1 else f"{situation.ranks} processes"
+    return "the process" if situation.ranks_here == 1 else f"{situation.ranks_here} processes"
 
 
 def least_imposed(peak_bytes: int) -> str:
@@ -99,7 +99,7 @@ def kept_samples(
     Where the device's memory is the host's, no more than the budget leaves.
     """
     asked, shared = situation.config.data.cache_in_memory, situation.profile.headroom_bytes is not None
-    available = (situation.facts.memory.available_bytes - host_bytes) // situation.ranks
+    available = (situation.facts.memory.available_bytes - host_bytes) // situation.ranks_here
     room = max(0, limit.bytes - device_bytes if shared else available)
     if asked is True:
         written = f"as written: all entries, and more than {gib(room)} of them end the run"
@@ -112,5 +112,5 @@ def kept_samples(
         return 0, Decision("cache_in_memory", "off", situation.profile.memory_source, reason)
     part = room // _KEPT_PART
     reason = f"entries that were read stay: up to an eighth of the {gib(room)} that the run leaves"
-    reason += f" to each of {situation.ranks} processes" if situation.ranks > 1 else ""
+    reason += f" to each of {situation.ranks_here} processes" if situation.ranks_here > 1 else ""
     return part, situation.decide(KEEP_KEY, f"{gib(part)} at most", reason)

@@ -140,8 +140,9 @@ def storages(
                 weight_gradient=weight_gradient(situation, way),
                 averaged=config.train.ema_decay is not None,
                 ranks=situation.ranks,
+                hosts=situation.hosts.count,
                 sharded=block_homes.sharded(situation),
-                group=situation.ranks if block_homes.sharded(situation) else 1,
+                group=situation.ranks_here if block_homes.sharded(situation) else 1,
             )
 
 

@@ -38,8 +38,10 @@ def loader(situation: Situation) -> Decision:
     if not seen or not_here(situation) or situation.facts.gpu.integrated:
         reason = "parallel reads, past the page cache for files that are not in it"
         return situation.decide(KEY, "auto", reason)
-    if situation.ranks > 1:
-        reason = f"parallel reads: each of {situation.ranks} processes reads its share, {PACKAGE} whole files"
+    if situation.ranks_here > 1:
+        reason = (
+            f"parallel reads: each of {situation.ranks_here} processes reads its share, {PACKAGE} whole files"
+        )
         return situation.decide(KEY, "auto", reason)
     faster = [one for one in STATES if seen.get((PACKAGE, one), 0) > _CLEARLY * seen.get((OURS, one), 1e9)]
     value = {0: "auto", 1: f"{PACKAGE}-{''.join(faster)}", 2: PACKAGE}[len(faster)]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.config.hosts import ONE, Hosts
 from trainer.config.judging.rule import Context
 from trainer.config.schema import RunConfig
 from trainer.errors import HardwareError
@@ -39,13 +40,23 @@ class Situation(Context):
     goes_on: bool = False
     """Whether the run has begun, with its samples parted as the configuration says."""
     ranks: int = 1
-    """Processes that share the micro-batches of a step."""
+    """Processes that share the micro-batches of a step, on all hosts."""
+    hosts: Hosts = ONE
+    """The machines that train together; each has as many of the processes."""
+    interface: str = ""
+    """The network interface by which this host reaches the others; empty for one host, and where it is not
+    known."""
     devices: tuple[int, ...] = ()
     """Places of `facts.gpus` among the visible ones; empty on a CPU, and for the first ones."""
     others: tuple[Gpu, ...] = ()
     """Visible GPUs that the run cannot take beside these: of another kind, or not the profile's."""
     in_use: tuple[tuple[int, Gpu], ...] = ()
     """Visible GPUs that are left out because others work on them, with their places."""
+
+    @property
+    def ranks_here(self) -> int:
+        """Processes on this machine."""
+        return self.ranks // self.hosts.count
 
     @functools.cached_property
     def geometry(self) -> Geometry:

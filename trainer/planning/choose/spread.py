@@ -60,19 +60,21 @@ def spreads(machines: Sequence[tuple[Situation, Decision]]) -> list[Spread]:
     by so many.
     """
     first, _ = machines[0]
-    config, asked = first.config, first.config.parallel.gpus
+    config, asked, hosts = first.config, first.config.parallel.gpus, first.hosts.count
     parted = [config, *(() if first.goes_on else batching.smaller(config))]
     if asked != "auto":
         _require(first, asked, [len(one.facts.gpus) for one, _ in machines], parted)
     found: list[Spread] = []
     for kind, (situation, row) in enumerate(machines):
         alike = len(situation.facts.gpus) if situation.on_gpu else 1
-        for count in range(alike, 0, -1) if asked == "auto" else (asked,):
+        for count in range(alike * hosts, 0, -hosts) if asked == "auto" else (asked,):
             if count > 1 and unshared_weights(situation, count):
                 continue
             chosen = _shared(parted, count)
-            if chosen is not None and (not situation.on_gpu or count <= alike):
+            if chosen is not None and (not situation.on_gpu or count <= alike * hosts):
                 found.append(_spread(situation, row, kind, count, chosen))
+    if not found and hosts > 1:
+        raise _unshared_by_hosts(first, parted)
     fewest_first = config.method == "full"
     return sorted(found, key=lambda one: one.situation.ranks if fewest_first else -one.situation.ranks)
 
@@ -96,7 +98,7 @@ def _spread(situation: Situation, row: Decision, kind: int, count: int, chosen: 
     own = max((gpu.total_memory_bytes for gpu in gpus), default=0)
     rest = (*situation.others, *(gpu for _, gpu in situation.in_use))
     others = max((gpu.total_memory_bytes for gpu in rest), default=0)
-    split = None
+    split, here = None, count // situation.hosts.count
     if chosen is not situation.config:
         split = batching.row(chosen, situation.config, f"cannot be shared by {count} processes")
     on_gpu = situation.on_gpu
@@ -105,8 +107,8 @@ def _spread(situation: Situation, row: Decision, kind: int, count: int, chosen: 
             situation,
             config=chosen,
             ranks=count,
-            facts=situation.facts.on(range(count)) if on_gpu else situation.facts,
-            devices=devices[:count] if on_gpu else (),
+            facts=situation.facts.on(range(here)) if on_gpu else situation.facts,
+            devices=devices[:here] if on_gpu else (),
         ),
         profile_row=row,
         kind=kind,
@@ -123,11 +125,16 @@ def _shared(parted: Sequence[RunConfig], count: int) -> RunConfig | None:
 
 def _require(situation: Situation, count: int, sizes: Sequence[int], parted: Sequence[RunConfig]) -> None:
     """Raise where the written number is more than there are of any kind, or does not share a step."""
-    if situation.on_gpu and count > max(sizes):
+    hosts = situation.hosts.count
+    if count % hosts:
+        what = f"{count} do not lie on {hosts} hosts ({situation.hosts.source}) evenly"
+        raise _refused(situation, what, f"write a multiple of {hosts}, which counts over all hosts, or auto")
+    if situation.on_gpu and count > max(sizes) * hosts:
         have = " and ".join(_counted((*situation.facts.gpus, *situation.others)))
         kinds = " of one kind" if situation.others else ""
-        remedy = f"write {max(sizes)} or less, or auto"
-        raise situation.refuse(KEY, f"{count} GPUs{kinds} are asked for, visible are {have}", remedy)
+        remedy = f"write {max(sizes) * hosts} or less, or auto"
+        each = f" on each of {hosts} hosts" if hosts > 1 else ""
+        raise situation.refuse(KEY, f"{count} GPUs{kinds} are asked for, visible are {have}{each}", remedy)
     if count > 1 and (why := unshared_weights(situation, count)):
         raise _refused(situation, why, f"leave it out, or write {KEY}: 1")
     if _shared(parted, count) is not None:
@@ -149,7 +156,8 @@ def row(spread: Spread, skipped: Sequence[str], worse: Sequence[str] = ()) -> De
     visible = spread.alike + len(situation.others) + len(situation.in_use) if situation.on_gpu else 1
     if visible == 1 and count == 1:
         return None
-    value = f"{count} of {visible}" if situation.on_gpu else str(count)
+    value = f"{situation.ranks_here} of {visible}" if situation.on_gpu else str(situation.ranks_here)
+    value += f" on each of {situation.hosts.count} hosts" if situation.hosts.several else ""
     source = "auto" if spread.automatic else situation.source(KEY)
     place = _place(spread) if situation.others or situation.in_use else ""
     parts = [_use(spread, short=bool(skipped)), place, *skipped, *worse]
@@ -195,8 +203,9 @@ def _use(spread: Spread, *, short: bool) -> str:
         return f"the fewest on which a full fine-tune fits: {why}"
     if not spread.automatic and count == 1:
         return "as written"
-    if situation.on_gpu and count < spread.alike and spread.automatic and not short and is_lora:
-        size, alike = train.gradient_accumulation_steps * train.train_batch_size, spread.alike
+    all_alike = spread.alike * situation.hosts.count
+    if situation.on_gpu and count < all_alike and spread.automatic and not short and is_lora:
+        size, alike = train.gradient_accumulation_steps * train.train_batch_size, all_alike
         more = -(-size // alike) * alike // train.train_batch_size
         return (
             f"a step has {size} sample{'' if size == 1 else 's'}: train.gradient_accumulation_steps: {more}"
@@ -231,6 +240,29 @@ def _place(spread: Spread) -> str:
 def _counted(gpus: Sequence[Gpu]) -> list[str]:
     """The names of GPUs, each once, with their number."""
     return [f"{number} {name}" for name, number in Counter(gpu.name for gpu in gpus).items()]
+
+
+def _unshared_by_hosts(situation: Situation, parted: Sequence[RunConfig]) -> ConfigError:
+    """The error for a step that not even one process a host share evenly."""
+    hosts, most = situation.hosts, parted[-1].train.gradient_accumulation_steps
+    why = unshared_weights(situation, hosts.count)
+    if why:
+        return _refused(situation, f"{hosts.count} hosts ({hosts.source}): {why}", "train on one host")
+    what = f"the {most} micro-batches of a step are not shared evenly by {hosts.count} hosts ({hosts.source})"
+    remedy = (
+        f"write train.gradient_accumulation_steps as a multiple of {hosts.count}, or train on fewer hosts"
+    )
+    return _refused(situation, what, remedy)
+
+
+def hosts_row(situation: Situation) -> Decision | None:
+    """The row of the machines that train together; None for one."""
+    hosts = situation.hosts
+    if not hosts.several:
+        return None
+    where = f"all meet at {hosts.meeting} ({hosts.master_source})"
+    reason = f"this is host {hosts.number}; {where}; it ends with 76 where another one is lost"
+    return Decision("hosts", str(hosts.count), hosts.source, reason)
 
 
 def _refused(situation: Situation, what: str, remedy: str) -> ConfigError:

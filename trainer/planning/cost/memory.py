@@ -178,13 +178,13 @@ def _packed_bytes(way: Way, part: Geometry | Stack, layers: int = 0) -> int:
 
 
 def host_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
-    """Host memory of all training processes; none on a CPU, where all that training holds is host memory.
+    """Host memory of a machine's training processes; none on a CPU, where all that training holds is that.
 
     Each process has its own libraries and buffers; blocks that wait are there once for all.
     """
     if storage.device == "cpu":
         return ()
-    ranks, (size, _) = storage.ranks, elsewhere_bytes(storage, geometry)
+    ranks, (size, _) = storage.ranks_here, elsewhere_bytes(storage, geometry)
     each = f", for each of {ranks} processes" if ranks > 1 else ""
     once = f", once for {ranks} processes" if ranks > 1 else ""
     detail = f"frozen weights of {storage.swapped} of {geometry.blocks} blocks, pinned{once}"

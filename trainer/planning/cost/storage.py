@@ -43,6 +43,8 @@ class Storage:
     """A running mean of the trained weights is kept."""
     ranks: int = 1
     """Processes that exchange gradients."""
+    hosts: int = 1
+    """Machines that they are on."""
     sharded: int = 0
     """Repeated blocks whose frozen weights lie with the GPUs of a group in turn."""
     group: int = 1
@@ -52,6 +54,11 @@ class Storage:
     def in_rows(self) -> bool:
         """True where several processes hold rows of the trained weights each (FSDP2)."""
         return self.method == "full" and self.ranks > 1
+
+    @property
+    def ranks_here(self) -> int:
+        """Processes on one machine."""
+        return self.ranks // self.hosts
 
     @property
     def parts_by_use(self) -> bool:

@@ -14,13 +14,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import trainer
 from trainer.config.environment import LOOPBACK
-from trainer.errors import PEER_LOST, ConfigError, ExitCode, StorageError
+from trainer.errors import ConfigError, ExitCode, StorageError
 from trainer.telemetry import control, status, stop
 from trainer.telemetry.control import Order
 from trainer.telemetry.status import Phase, StatusWriter, Verdict
@@ -46,6 +46,15 @@ class Limits(memory_floor.Floors):
     """Factor on all phase budgets."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Among:
+    """The place of this host's ranks among those of a run of several hosts; by default they are all."""
+
+    first_rank: int = 0
+    elsewhere: bool = False
+    """Whether other hosts have ranks of this run."""
+
+
 def supervise(
     command: Sequence[str],
     *,
@@ -57,6 +66,7 @@ def supervise(
     unified_memory: bool,
     on_ready: Callable[[], None] = lambda: None,
     on_end: Callable[[int, str], None] = lambda exit_code, cause: None,
+    among: Among = Among(),
     meminfo_path: Path = cause_of_death.MEMINFO,
     memory_events_path: Path | None = None,
     limits: Limits = Limits(),
@@ -66,11 +76,11 @@ def supervise(
     One process is started in each of `environments`, which are whole; the runtime folder is added. Rank 0 has
     the folder itself for its status and metrics, rank K `rank-K` in it. `port` None: no server. Of more
     `ranks`, the others' parents call `supervise_one` once `on_ready` was called here. `on_end` is called with
-    the exit code, and the cause where the child has not told it, while the folder is still held.
-    SIGTERM and SIGINT ask the child to save and end (75), a second SIGINT kills it (130). One that is silent
-    for two phase budgets, or does not end within the save budget after it was asked, is killed (74); one that
-    a signal ended gives 71 for an OOM kill, else 128 + signal. Raises ConfigError when the port or the folder
-    is taken, StoppedError when a run that was to end keeps the folder.
+    the exit code, and the cause where the child has not told it, while the folder is held. SIGTERM and SIGINT
+    ask the child to save and end (75), a second SIGINT kills it (130). One that is silent for two phase
+    budgets, or does not end within the save budget after it was asked, is killed (74); one that a signal
+    ended gives 71 for an OOM kill, else 128 + signal. Raises ConfigError when port or folder is taken,
+    StoppedError when a run that was to end keeps the folder.
     """
     runtime_dir.mkdir(parents=True, exist_ok=True)
     with holding(runtime_dir) as lock, collected() as received, contextlib.ExitStack() as serving:
@@ -78,6 +88,7 @@ def supervise(
         watch = _Watch(
             directory=runtime_dir,
             ranks=ranks or len(environments),
+            among=among,
             others=Others(own=0) if ranks > len(environments) else None,
             unified_memory=unified_memory,
             meminfo=meminfo_path,
@@ -86,16 +97,23 @@ def supervise(
         )
         watch.beat_first()
         answers = server.serving(port, metrics=watch.metrics_text, health=watch.verdict, address=address)
-        try:
+        with _forgetting(runtime_dir):
             serving.enter_context(answers)
-        except ConfigError:  # the port cannot be had: nothing runs
-            forget(runtime_dir)
-            raise
         on_ready()
         watch.start(command, environments, lock)
         code, cause = watch.run(received)
         on_end(code, cause)
         return code
+
+
+@contextlib.contextmanager
+def _forgetting(runtime_dir: Path) -> Iterator[None]:
+    """Leave no status behind where the port cannot be had: nothing runs."""
+    try:
+        yield
+    except ConfigError:
+        forget(runtime_dir)
+        raise
 
 
 def supervise_one(
@@ -134,6 +152,7 @@ class _Watch:
     directory: Path
     first: int = 0
     ranks: int
+    among: Among = Among()
     others: Others | None
     """The ranks of other parents; None where this one has all."""
     unified_memory: bool = False
@@ -153,7 +172,8 @@ class _Watch:
     def beat_first(self) -> None:
         """Beat for each rank before the first question: a child that cannot even import is found out too."""
         for rank in range(self.ranks):
-            StatusWriter(status.rank_folder(self.directory, rank), ranks=self.ranks).beat(Phase.LOAD)
+            folder = status.rank_folder(self.directory, rank)
+            StatusWriter(folder, ranks=self.ranks, first_rank=self.among.first_rank).beat(Phase.LOAD)
 
     def start(
         self, command: Sequence[str], environments: Sequence[Mapping[str, str]], lock: int | None
@@ -206,8 +226,8 @@ class _Watch:
         if returncode:  # the others' parents may know the first cause
             self._end_with_others(status.read_ranks(self.directory))
         code, cause = self._outcome(returncode, oom_kills)
-        if cause and self.ranks > 1 and self._killed is None:
-            cause = f"rank {self.first + rank}: {cause}"
+        if cause and (self.ranks > 1 or self.among.elsewhere) and self._killed is None:
+            cause = f"rank {self.among.first_rank + self.first + rank}: {cause}"
         if cause and not self._told_elsewhere:
             self._say(cause)
         for number, child in enumerate(self.children):  # none is left when the exit code is told
@@ -337,11 +357,13 @@ class _Watch:
         `oom_kills` are those of its group since it was started.
         """
         if self._killed is not None and (
-            self._told_elsewhere or returncode in (None, -signal.SIGKILL, PEER_LOST)
+            self._told_elsewhere or returncode in (None, -signal.SIGKILL, ExitCode.PEER_LOST)
         ):
             return self._killed[1], self._killed[2]
         assert returncode is not None, "only a kill is not waited for to the end"
-        if returncode == PEER_LOST:
+        if returncode == ExitCode.PEER_LOST and self.among.elsewhere:
+            return returncode, ""
+        if returncode == ExitCode.PEER_LOST:
             return ExitCode.STOPPED, "the connection between its processes broke; it can be resumed"
         if returncode in set(ExitCode):
             return returncode, ""
@@ -361,6 +383,6 @@ def _by_cause(returncode: int) -> int:
     """Order of what ranks ended with, within one look: a signal comes first, since the others only lose their
     peer by it, then an error of ours, then an unexpected one.
     """
-    if returncode == PEER_LOST:
+    if returncode == ExitCode.PEER_LOST:
         return 3
     return 0 if returncode < 0 else 1 if returncode in set(ExitCode) else 2

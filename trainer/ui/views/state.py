@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.errors import ExitCode
+from trainer.errors import GOES_ON, ExitCode
 from trainer.telemetry.run_folder.process import PROCESS_FILE, is_running, read_process
 from trainer.telemetry.rundir import CONFIG_FILE
 from trainer.telemetry.runs import Run, State, heartbeats
@@ -33,6 +33,7 @@ REMEDIES: Mapping[int, str] = {
     ExitCode.NO_SPACE: "Make room on the disk or let this user write there; then resume.",
     ExitCode.HUNG: "Look at the last lines of the log; then resume.",
     ExitCode.STOPPED: "Resume continues from the last checkpoint.",
+    ExitCode.PEER_LOST: "Start the same command again on all machines: it goes on from its last checkpoint.",
     ExitCode.NO_ACCESS: "Accept the model's licence and give a token, or name a folder that holds it.",
     ExitCode.BAD_CONFIG: "Correct the settings that are named; then start again.",
 }
@@ -71,7 +72,7 @@ def state_view(run: Run) -> StateView:
     code = run.end.exit_code
     if code is None:
         return StateView(kind="bad", word="lost", detail=run.end.meaning)
-    if code == ExitCode.STOPPED:
+    if code in GOES_ON:
         return StateView(kind="paused", word="stopped", detail=run.end.cause or run.end.meaning)
     return StateView(kind="bad", word=f"failed ({code})", detail=run.end.meaning)
 

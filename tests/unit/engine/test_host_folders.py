@@ -1,0 +1,102 @@
+"""Folders of two hosts: what is shared is found out, and what a host lacks is sent whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.ranks import Workers
+from trainer.engine.hosts import folders
+from trainer.engine.ranks import Ranks
+
+NAME = "checkpoints/step-000005"
+
+
+def context_of(ranks: Ranks, run_dir: Path, cache: Path, *, in_rows: bool = False) -> Any:
+    """The part of a context that folders ask for; one rank a host."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Context:
+        ranks: Ranks
+        run_dir: Path
+        cache_dir: Path
+        plan: Any
+        status: Any
+        cache_ranks: tuple[int, ...] = ()
+        shares_run_dir: bool = True
+
+        def tell(self, text: str) -> None:
+            pass
+
+        def alive(self, phase: Any) -> None:
+            pass
+
+    status = SimpleNamespace(phase=None, beat=lambda phase: None)
+    hosts = dataclasses.replace(ranks, hosts=ranks.size)
+    return Context(hosts, run_dir, cache, SimpleNamespace(in_rows=in_rows), status)
+
+
+def look(ranks: Ranks, root: Path, run: bool, cache: bool) -> tuple[bool, tuple[int, ...]]:
+    """Folders as each rank finds them, its own or shared."""
+    own = root / str(ranks.rank)
+    run_dir, cache_dir = root / "run" if run else own / "run", root / "cache" if cache else own / "cache"
+    found = folders.found(context_of(ranks, run_dir, cache_dir))
+    ranks.meet()
+    assert not list(run_dir.iterdir()) and not list(cache_dir.iterdir())  # no mark is left
+    return found.shares_run_dir, found.cache_ranks
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("run", [True, False])
+def test_shared_and_own_folders_are_told_apart(run: bool, cache: bool, pool: Workers, tmp_path: Path) -> None:
+    first, second = pool.call(look, 2, tmp_path, run, cache)
+    assert (first[0], second[0]) == (True, run)
+    assert (first[1], second[1]) == (((0, 1), (0, 1)) if cache else ((0,), (1,)))
+
+
+def hand(ranks: Ranks, root: Path, file: str, there: bytes | None) -> tuple[str, dict[str, bytes]]:
+    """The files of each rank in its own folder after rank 0 handed out a folder."""
+    folders.PIECE_BYTES = 1000
+    run_dir = root / str(ranks.rank) / "run"
+    target = run_dir / file
+    if ranks.first:
+        target.mkdir(parents=True)
+        (target / "state.json").write_text("{}")
+        (target / "weights").mkdir()
+        (target / "weights" / "one.bin").write_bytes(bytes(range(256)) * 20)
+        (target / "empty").touch()
+    elif there is not None:
+        target.mkdir(parents=True)
+        (target / "state.json").write_bytes(there)
+    context = dataclasses.replace(
+        context_of(ranks, run_dir, root), shares_run_dir=ranks.first, cache_ranks=(ranks.rank,)
+    )
+    found = folders.handed(context, target if ranks.first else run_dir)
+    files = {str(path.relative_to(found)): path.read_bytes() for path in found.rglob("*") if path.is_file()}
+    return str(found.relative_to(run_dir)), files
+
+
+@pytest.mark.parametrize("there", [None, b"{}", b"[]"], ids=["nothing", "a part", "another"])
+def test_a_folder_is_sent_whole_in_pieces(there: bytes | None, pool: Workers, tmp_path: Path) -> None:
+    first, second = pool.call(hand, 2, tmp_path, NAME, there)
+    assert first == second and first[0] == NAME and len(first[1]) == 3
+
+
+def hand_file(ranks: Ranks, root: Path) -> bytes:
+    run_dir = root / str(ranks.rank)
+    run_dir.mkdir(parents=True)
+    path = run_dir / "lora" / "cats.safetensors"
+    if ranks.first:
+        path.parent.mkdir()
+        path.write_bytes(b"weights" * 1000)
+    context = dataclasses.replace(context_of(ranks, run_dir, root), shares_run_dir=ranks.first)
+    return folders.handed(context, path).read_bytes()
+
+
+def test_a_file_is_sent_to_the_same_place(pool: Workers, tmp_path: Path) -> None:
+    assert pool.call(hand_file, 2, tmp_path) == [b"weights" * 1000] * 2
+    assert (tmp_path / "1" / "lora" / "cats.safetensors").is_file()

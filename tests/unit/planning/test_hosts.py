@@ -1,0 +1,97 @@
+"""Plans of a run over several hosts: how many processes each has, what is refused, and their variables."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.golden.plans import MACHINES, ROOT, load_shipped
+from trainer.config.hosts import Hosts
+from trainer.config.reading.load import with_settings
+from trainer.errors import ConfigError, HardwareError
+from trainer.machine.reading import read_recorded
+from trainer.planning.plan import Plan
+from trainer.planning.planning import plan_run
+
+TWO = Hosts(count=2, address="127.0.0.1", source="TRAINER_NODES", master_source="TRAINER_MASTER")
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def planned(machine: str = "several/h200-x2", hosts: Hosts = TWO, **settings: object) -> Plan:
+    """The plan of FLUX.1-dev's LoRA, four images a step, where each host has such GPUs."""
+    loaded = load_shipped(Path("train_configs/flux1_dev_lora.yaml"))
+    names = {name.replace("__", "."): value for name, value in settings.items()}
+    loaded = dataclasses.replace(with_settings(loaded, names), hosts=hosts)
+    return plan_run(loaded, read_recorded(MACHINES / f"{machine}.json"), find_model=lambda _: None)
+
+
+def rows(plan: Plan) -> dict[str, tuple[str, str, str]]:
+    return {
+        row.value if row.feature == "environment" else row.feature: (row.value, row.source, row.reason)
+        for row in plan.decisions
+    }
+
+
+def test_auto_counts_over_all_hosts() -> None:
+    plan = planned()
+    assert (plan.ranks, plan.hosts, plan.ranks_here, plan.devices) == (4, 2, 2, (0, 1))
+    table = rows(plan)
+    assert table["gpus"][0] == "2 of 2 on each of 2 hosts"
+    assert table["hosts"][:2] == ("2", "TRAINER_NODES") and "127.0.0.1:29400" in table["hosts"][2]
+    alone = planned(hosts=Hosts())
+    assert (alone.ranks, alone.hosts) == (2, 1) and "hosts" not in rows(alone)
+    # what a host keeps and shares is by its own processes
+    assert plan.host_memory == alone.host_memory
+    assert plan.rank_environment["OMP_NUM_THREADS"] == alone.rank_environment["OMP_NUM_THREADS"]
+
+
+def test_a_step_that_fewer_share_is_shared_by_fewer() -> None:
+    plan = planned(train__gradient_accumulation_steps=2)
+    assert (plan.ranks, plan.ranks_here, plan.devices) == (2, 1, (0,))
+    four = Hosts(**{**vars(TWO), "count": 4})
+    assert planned(hosts=four).ranks_here == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"parallel__gpus": 3}, "3 do not lie on 2 hosts"),
+        (
+            {"train__gradient_accumulation_steps": 3},
+            "the 3 micro-batches of a step are not shared evenly by 2",
+        ),
+        (
+            {"train__gradient_accumulation_steps": 1},
+            "the 1 micro-batches of a step are not shared evenly by 2",
+        ),
+        (
+            {"parallel__gpus": 6, "train__gradient_accumulation_steps": 6},
+            "visible are 2 .* on each of 2 hosts",
+        ),
+    ],
+)
+def test_what_hosts_cannot_share_is_refused(settings: dict[str, object], words: str) -> None:
+    with pytest.raises((ConfigError, HardwareError), match=words):
+        planned(**settings)
+
+
+def test_the_interface_is_that_of_the_route_and_nccl_speaks_last() -> None:
+    names = planned().rank_environment
+    assert (names["GLOO_SOCKET_IFNAME"], names["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
+    assert int(names["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) >= 2 * 60 * 60
+    unknown = planned(hosts=dataclasses.replace(TWO, address="no-such-host.invalid")).rank_environment
+    assert "GLOO_SOCKET_IFNAME" not in unknown
+    assert "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC" not in planned(hosts=Hosts()).rank_environment
+
+
+def test_a_full_fine_tune_lies_in_rows_over_all_and_a_base_inside_a_host() -> None:
+    shared = planned(parallel__shard="full")
+    assert (shared.ranks, shared.shard_group) == (4, 2)

@@ -1,0 +1,114 @@
+"""The lifeline between hosts: each rank counts in the store, and ends where another host stops counting.
+
+A machine that loses power, is cut off or is frozen closes no connection: whoever waits for it would wait for
+ever. Two threads: one talks to the store, which may never answer; the other one looks at the clock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+BEAT_SECONDS = 5.0
+LOST_SECONDS = 30.0
+"""Time without a word after which a rank of another host counts as lost."""
+GO_ON = "start the same command again on all hosts: it goes on from its checkpoint"
+_LOOK_SECONDS = 1.0
+_STOOD_SECONDS = 10.0
+"""Time without a look at the clock after which this process itself stood still."""
+_GONE_SECONDS = 5.0
+"""Time from a broken store to the end, in which this process itself may be at its end."""
+
+
+class Lifeline:
+    """Counts for `rank`, and calls `on_lost` once, on a thread of its own, when another host is lost.
+
+    `hosts` are the ranks of each other host, by its number. `waits` says whether this rank waits for others;
+    `on_others_work` is called while any rank of another host does not.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        hosts: Mapping[int, Sequence[int]],
+        *,
+        waits: Callable[[], bool],
+        on_others_work: Callable[[], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._store, self._rank, self._hosts = store, rank, dict(hosts)
+        self._waits, self._on_others_work, self._on_lost = waits, on_others_work, on_lost
+        self._ended, self._lock = threading.Event(), threading.Lock()
+        now = time.monotonic()
+        self._answered = now
+        self._moved = {other: now for ranks in hosts.values() for other in ranks}
+        self._seen: dict[int, str] = {}
+        self._broken = ""
+        self._broken_since = 0.0
+
+    def begin(self) -> None:
+        """Start to count and to look."""
+        threading.Thread(target=self._talk, daemon=True, name="lifeline").start()
+        threading.Thread(target=self._watch, daemon=True, name="lifeline clock").start()
+
+    def end(self) -> None:
+        """Look no more: the ranks are at the end of their run, and leave one by one."""
+        self._ended.set()
+
+    def silent(self, seconds: float | None = None) -> str:
+        """Words about a host that was not heard of for so long (LOST_SECONDS); empty where there is none."""
+        now, seconds = time.monotonic(), LOST_SECONDS if seconds is None else seconds
+        with self._lock:
+            for host, ranks in self._hosts.items():
+                quiet = {other: now - self._moved[other] for other in ranks}
+                longest = max(quiet, key=lambda other: quiet[other])
+                if quiet[longest] > seconds and self._answered > self._moved[longest]:
+                    return f"host {host} gave no sign of life for {quiet[longest]:.0f} s (rank {longest})"
+            if self._broken and now - self._broken_since > _GONE_SECONDS:
+                return f"host 0, where the hosts meet, is gone: {self._broken}"
+            if now - self._answered > seconds:
+                return f"host 0, where the hosts meet, gave no answer for {now - self._answered:.0f} s"
+        return ""
+
+    def _talk(self) -> None:
+        others, count = [*self._moved], 0
+        keys = [f"alive {other}" for other in others]
+        while not self._ended.is_set():
+            count += 1
+            try:
+                self._store.set(f"alive {self._rank}", f"{count} {int(self._waits())}")
+                told = [text.decode() for text in self._store.multi_get(keys)]
+            except RuntimeError as error:
+                with self._lock:
+                    self._broken, self._broken_since = str(error).splitlines()[0], time.monotonic()
+                return
+            now = time.monotonic()
+            with self._lock:
+                self._answered = now
+                for other, text in zip(others, told, strict=True):
+                    if self._seen.get(other) != text:
+                        self._seen[other], self._moved[other] = text, now
+                working = any(
+                    text.endswith(" 0") and now - self._moved[other] < LOST_SECONDS
+                    for other, text in zip(others, told, strict=True)
+                )
+            if working:
+                self._on_others_work()
+            self._ended.wait(BEAT_SECONDS)
+
+    def _watch(self) -> None:
+        before = time.monotonic()
+        while not self._ended.wait(_LOOK_SECONDS):
+            now = time.monotonic()
+            if now - before > _STOOD_SECONDS:  # this process itself stood still: others get their time again
+                with self._lock:
+                    self._answered = max(self._answered, now)
+                    self._moved = dict.fromkeys(self._moved, now)
+            before = now
+            text = self.silent()
+            if text and not self._ended.is_set():
+                self._on_lost(text)
+                return
