@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench import arguments as types
 from bench import processes
+from bench.hosts import launcher
 from bench.processes import Ended
 from trainer import families
 from trainer.cli.measure import planned
@@ -98,9 +99,14 @@ def train(
     port: int,
     *,
     tree: Path = processes.REPOSITORY,
+    hosts: int = 1,
 ) -> Ended:
-    """Run `trainer train` of the checkout `tree` into `run`; its log and runtime folder are beside that."""
-    command = [sys.executable, "-m", "trainer", "train", *map(str, configs), "--output", str(run)]
+    """Run `trainer train` of the checkout `tree` into `run`; its log and runtime folder are beside that.
+
+    `hosts` is how many stand-ins for hosts share the work (bench/hosts.py).
+    """
+    words = ["-m", "trainer", "train", *map(str, configs), "--output", str(run)]
+    command = launcher(hosts)(words) if hosts > 1 else [sys.executable, *words]
     command += [word for override in overrides for word in ("--set", override)]
     own = {"TRAINER_RUNTIME_DIR": f"{run}.runtime", "TRAINER_METRICS_PORT": str(port)}
     return processes.run(command, {**environ, **own}, run.with_name(f"{run.name}.txt"), cwd=tree)

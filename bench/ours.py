@@ -61,6 +61,8 @@ class Job:
     overrides: tuple[str, ...]
     """Further KEY=VALUE for `--set`, of ours only."""
     method: str = "lora"
+    hosts: int = 1
+    """Stand-ins for hosts that share the GPUs."""
 
     @property
     def shape(self) -> Shape:
@@ -165,7 +167,8 @@ def train(job: Job, variant: str, folder: Path, shared: Path, *, memory: bool = 
     (folder / "layer.yaml").write_text(yaml.safe_dump(content))
     run = folder / "run"
     with watch(run / METRICS_LOG, memory=memory) as seen:
-        ended = jobs.train(configs(job, folder), run, job.overrides, environment.snapshot(), _free_port())
+        environ, port = environment.snapshot(), _free_port()
+        ended = jobs.train(configs(job, folder), run, job.overrides, environ, port, hosts=job.hosts)
     for large in ("model", "checkpoints"):  # of a whole model 20 GiB each, and nobody looks at them
         shutil.rmtree(run / large, ignore_errors=True)
     if ended.code:

@@ -3,6 +3,7 @@
     python -m bench ranks flux1_dev --base BASE --record docs/benchmarks/NAME.json
     python -m bench ranks flux2_dev --base BASE --variants ours-bf16 --ways one,sharded
     python -m bench ranks llama --method full --base BASE --variants ours-bf16,ours-fp8 --ways one
+    python -m bench ranks flux1_dev --base BASE --ways one,hosts
 
 Every GPU has one micro-batch a step in each way, so that equal times are perfect weak scaling. Each way runs
 through `trainer train` in processes of its own: round 1 all of them, round 2 all of them again. Times are
@@ -32,8 +33,11 @@ COLUMNS = (
     *("family", "variant", "way", "what the plan chose", "GPUs", "ms a step", "fastest to slowest", "of one"),
     *("peak GiB", "planned", "predicted ms", "loss"),
 )
-WAYS: Mapping[str, str] = {"one": "", "replicated": "none", "sharded": "full"}
-"""Ways to spread a run -> `parallel.shard` where it has several GPUs."""
+WAYS: Mapping[str, str] = {"one": "", "replicated": "none", "sharded": "full", "hosts": ""}
+"""Ways to spread a run -> `parallel.shard` where it has several GPUs. `hosts`: each GPU is a host's, with a
+supervisor of its own.
+"""
+USUAL = ("one", "replicated", "sharded")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--gpus", type=types.positive, default=2, help="GPUs of the ways but `one`")
     variants, ways = types.names_of("variant", ours.OURS), types.names_of("way", WAYS)
     one.add_argument("--variants", type=variants, default=("ours-bf16", "ours-fp8"), metavar="NAME,NAME")
-    one.add_argument("--ways", type=ways, default=tuple(WAYS), metavar="NAME,NAME")
+    one.add_argument("--ways", type=ways, default=USUAL, metavar="NAME,NAME")
     one.add_argument("--method", choices=("lora", "full"), default="lora")
     one.add_argument("--rounds", type=types.positive, default=2)
     one.add_argument("--steps", type=types.positive, default=20, help="timed steps of each run")
@@ -98,6 +102,7 @@ def _job(options: argparse.Namespace, way: str) -> ours.Job:
         warmup=options.warmup,
         overrides=(*spread, *options.overrides),
         method=options.method,
+        hosts=count if way == "hosts" else 1,
     )
 
 

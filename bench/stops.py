@@ -5,9 +5,11 @@
 
 The shipped configuration with random weights on tests/data/real_shaped, by the command line. `stopped`:
 SIGTERM at half of the steps, on with one GPU, SIGTERM again, on with all, to a proved LoRA. `killed`: SIGKILL
-of the last rank, on to a proved LoRA. `launched`: short runs by torchrun and accelerate launch beside those
-of `trainer train`; what two equal runs of one GPU differ by is the measure for the rest. The exit code is 1
-where something did not end as it must. TRAINER_PROFILE=cpu tries it without GPUs.
+of the last rank, on to a proved LoRA. `hosts`: each GPU is a stand-in for a host, with a supervisor of its
+own; SIGKILL of all that the last one runs, on to a proved LoRA. `launched`: short runs by torchrun and
+accelerate launch beside those of `trainer train`; what two equal runs of one GPU differ by is the measure
+for the rest. The exit code is 1 where something did not end as it must. TRAINER_PROFILE=cpu tries it without
+GPUs.
 
     python -m bench stops qwen_image --method full --base BASE --work DIR --steps 12
 
@@ -35,7 +37,7 @@ from typing import Any
 import yaml
 
 from bench import arguments as types
-from bench import matrix
+from bench import hosts, matrix
 from bench.processes import REPOSITORY
 from bench.record import update_table
 from tests.e2e.launching import accelerate, torchrun
@@ -55,6 +57,8 @@ LAUNCHER_FAILED = 1
 """Exit code that launchers make of every other."""
 MOST_SECONDS = 10.0
 """From a rank's death to that of all others."""
+MOST_SECONDS_OF_HOSTS = 40.0
+"""From the loss of a host to the end of all others."""
 _PAUSE_SECONDS = 0.1
 _SAVES = 8
 """Checkpoints of a long run."""
@@ -100,9 +104,9 @@ class Runs:
         """Where a run's files lie."""
         return self._work / name
 
-    def fresh(self, name: str) -> None:
-        """Remove what an earlier command left of a run."""
-        for left in (self.folder(name), self.folder(f"{name}.runtime")):
+    def fresh(self, name: str, host: int = 0) -> None:
+        """Remove what an earlier command left of a run, and on a host."""
+        for left in (self.folder(name), hosts.runtime_of(self.folder(f"{name}.runtime"), host)):
             shutil.rmtree(left, ignore_errors=True)
         self.folder(f"{name}.txt").unlink(missing_ok=True)
 
@@ -213,6 +217,22 @@ def killed(runs: Runs, options: argparse.Namespace) -> Iterator[Row]:
     yield _to_the_end(runs, "killed", every)
 
 
+def lost(runs: Runs, options: argparse.Namespace) -> Iterator[Row]:
+    """All that the last host runs is killed, and the run gone on with by all."""
+    count = options.gpus
+    every = Start(gpus=count, steps=options.steps, launcher=hosts.launcher(count))
+    for host in range(count):
+        runs.fresh("hosts", host)
+
+    def kill(runtime: Path, pid: int) -> None:
+        hosts.kill_host(pid, count - 1)
+
+    ended = runs.run("hosts", every, at_step=options.steps // 3, signal_of=kill)
+    fine = ended.code == ExitCode.PEER_LOST and ended.left == 0 and ended.seconds < MOST_SECONDS_OF_HOSTS
+    yield _row(runs, "hosts", "SIGKILL of the last host", every, ended, fine=fine, word=f"host {count - 1}")
+    yield _to_the_end(runs, "hosts", every)
+
+
 def _to_the_end(runs: Runs, name: str, start: Start) -> Row:
     ended = runs.run(name, start)
     fine = ended.code == 0 and "resumed from step-" in ended.said and "Proved: " in ended.said
@@ -252,6 +272,7 @@ STARTS = ("one", "one again", "trainer train", "torchrun", "accelerate launch")
 PARTS: Mapping[str, Callable[[Runs, argparse.Namespace], Iterator[Row]]] = {
     "stopped": stopped,
     "killed": killed,
+    "hosts": lost,
     "launched": launched,
 }
 

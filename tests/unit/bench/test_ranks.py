@@ -23,9 +23,11 @@ def test_ways_alternate_and_their_times_are_compared(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[tuple[str, ...]] = []
+    among: list[int] = []
 
     def train(job: ours.Job, variant: str, folder: Path, shared: Path) -> dict[str, Any]:
         asked.append(job.overrides)
+        among.append(job.hosts)
         several = "parallel.gpus=3" in job.overrides
         (folder / "run").mkdir(parents=True)
         plan = {"ranks": 3 if several else 1, "step_milliseconds": 90.0}
@@ -44,6 +46,9 @@ def test_ways_alternate_and_their_times_are_compared(
     assert asked == [one, three, one, three]
     assert ranks.main([*given, "--ways", "replicated", "--rounds", "1", "--record", str(record)]) == 0
     assert asked[-1] == (*three[:2], "parallel.shard=none")
+    assert among == [1] * 5
+    assert ranks.main([*given, "--ways", "hosts", "--rounds", "1"]) == 0
+    assert (asked[-1], among[-1]) == (three[:2], 3)
     table: Any = from_json(record.read_text(), "record")
     rows = {row[2]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
     assert [*rows] == ["one", "sharded", "replicated"]

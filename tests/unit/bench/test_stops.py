@@ -32,7 +32,17 @@ def given(tiny_flux1_dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.timeout(600)
 def test_runs_of_two_processes_are_stopped_killed_and_launched(given: list[str], tmp_path: Path) -> None:
     starts = ("one", "torchrun", "accelerate launch")
-    assert stops.main([*given, "--steps", "24", "--short", "3", "--starts", ",".join(starts), *TINY]) == 0
+    words = [
+        "--steps",
+        "24",
+        "--short",
+        "3",
+        "--starts",
+        ",".join(starts),
+        "--parts",
+        "stopped,killed,launched",
+    ]
+    assert stops.main([*given, *words, *TINY]) == 0
     rows = rows_of(tmp_path / "record.json")
     assert [row["what"] for row in rows] == [
         *("SIGTERM at step 12", "SIGTERM at step 18", "gone on with to the end"),
