@@ -91,7 +91,11 @@ def ui(
     )
     # the link is no output that `say` would clean of secrets: it is made to be copied
     starts = queue and not runs_elsewhere
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn raises what it was ended by once more
-        signal.signal(signum, lambda signum, frame: sys.exit(0))
+    _end_with_zero()
     serve(studio, host=host, port=port, allowed=allowed, queue=starts, tell=click.echo)
+
+
+def _end_with_zero() -> None:
+    """End with 0 by SIGTERM and Ctrl-C: uvicorn, which heeds them first, raises at its end what it got."""
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda signum, frame: sys.exit(0))

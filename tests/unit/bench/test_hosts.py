@@ -33,7 +33,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def seen(folder: Path) -> list[tuple[int, int, dict[str, str]]]:
-    """What each host wrote down, once both have."""
+    """Everything that each host wrote down, once both have."""
     end = time.monotonic() + 60
     while not all((folder / name).exists() for name in "01"):
         assert time.monotonic() < end

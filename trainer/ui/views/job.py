@@ -194,11 +194,7 @@ def job_view(studio: Studio, run_id: str, *, level: str = LEVELS[0]) -> JobView:
         checkpoints=tuple((one.step, one.bytes) for one in run.checkpoints),
         files=files,
         proved=said[-1] if said and run.state in _ENDED_WELL else "",
-        results=tuple(
-            (one, "ComfyUI" if one.name.endswith(".comfyui.safetensors") else "diffusers")
-            for one in files
-            if one.name.startswith(f"{LORA_FOLDER}/") and one.name.endswith(".safetensors")
-        ),
+        results=tuple(_results(files)),
         shown=next((one for one in files if one.name == "before_after.png"), None),
         config="\n".join(tail(studio.runs, folder / CONFIG_FILE, _CONFIG_BYTES)),
         damaged_lines=run.damaged_lines,
@@ -215,6 +211,12 @@ def _file(folder: Path, one: SavedFile) -> FileView:
     return FileView(
         id=identifier(folder, one.path), name=one.path.relative_to(folder).as_posix(), bytes=one.bytes
     )
+
+
+def _results(files: Sequence[FileView]) -> Iterator[tuple[FileView, str]]:
+    for one in files:
+        if one.name.startswith(f"{LORA_FOLDER}/") and one.name.endswith(".safetensors"):
+            yield one, "ComfyUI" if one.name.endswith(".comfyui.safetensors") else "diffusers"
 
 
 def _can_resume(run: Run) -> bool:

@@ -89,7 +89,7 @@ class Planned:
     """Predicted for all steps, without encoding, previews and saving."""
     disk_bytes: int = 0
     download: str = ""
-    """What of the base model is not here yet, with its size; empty where all is."""
+    """Size of the base model's files that are not here yet, in words; empty where all are."""
     download_page: str = ""
     """Address of its page on the hub."""
     steps: int = 0
