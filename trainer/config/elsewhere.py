@@ -48,6 +48,8 @@ class Foreign:
     value: str = r".*\S.*"
     """A regular expression over whole values."""
     is_error: bool = False
+    unless: str = ""
+    """Name of a variable beside which they are right."""
 
 
 def key(name: str) -> Row | None:
@@ -72,7 +74,8 @@ def variables(environ: Mapping[str, str]) -> Iterator[tuple[str, Foreign]]:
         for row in foreign():
             # a variable of ours is meant by its own name, never by a pattern that happens to cover it
             covered = name in row.names if name in ours else re.fullmatch("|".join(row.names), name)
-            if covered and re.fullmatch(row.value, environ[name], re.DOTALL):
+            right = row.unless and environ.get(row.unless)
+            if covered and not right and re.fullmatch(row.value, environ[name], re.DOTALL):
                 yield name, row
 
 

@@ -218,6 +218,7 @@ def test_independent_runs_that_are_packed_into_one_job_are_warned_of(environ: di
     assert not problems("", environ)
     ((_, row),) = elsewhere.variables(environ)
     assert "each of them is a run of its own" in row.says and not row.is_error
+    assert not list(elsewhere.variables({**environ, "TRAINER_NODES": "2"})), "one of each machine"
 
 
 @pytest.mark.parametrize(
