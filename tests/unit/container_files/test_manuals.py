@@ -30,6 +30,7 @@ MANUALS = [
         "docs/troubleshooting.md",
         "docs/memory.md",
         "docs/several-gpus.md",
+        "docs/clusters.md",
     )
 ]
 TROUBLES = ROOT / "docs/troubleshooting.md"
@@ -37,6 +38,7 @@ SEVERAL_GPUS = ROOT / "docs/several-gpus.md"
 DOCKERFILE = ROOT / "docker/Dockerfile"
 BAKE = ROOT / "docker/docker-bake.hcl"
 FOREIGN_VARIABLES = {
+    "MAX_RESTARTS",
     "DOCKER_BUILDKIT",
     "HTTPS_PROXY",
     "NCCL_DEBUG",
