@@ -176,6 +176,20 @@ def test_lanes_are_what_has_each_gpu_and_what_comes_next(studio: Studio, two_gpu
         run.end(0)
 
 
+def test_a_row_has_buttons_in_place_of_commands(studio: Studio, two_gpus: FakeMachine) -> None:
+    local = FakeLocal(environment.queue_dir(), two_gpus)
+    local.submit([wanted("cats"), wanted("dogs")])
+    local.start_due()
+    local.stop("1")
+    one, two = two_gpus.live()
+    one.end(75)
+    two.end(None)
+    told = ["stopped, resumable", "ended without an exit code: it was killed, or the machine was"]
+    rows = queue_view(studio).rows
+    assert [row.state.detail for row in rows] == told
+    assert all(WORDS[Act.RELEASE] == "Go on" and Act.RELEASE in row.acts for row in rows)
+
+
 def test_a_waiting_job_is_given_other_gpus(client: TestClient, studio: Studio, two_gpus: FakeMachine) -> None:
     local = FakeLocal(environment.queue_dir(), two_gpus)
     local.submit(

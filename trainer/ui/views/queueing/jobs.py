@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ KINDS = {
 """Icon and colour of each state of a job."""
 STEPS = "train.max_train_steps"
 _MOST_DIGITS = 7
+_COMMAND = re.compile(r"[;:,]? ?`trainer queue hold --release`[^;:,]*")
+"""The part of a note that says what the button beside it does."""
 
 
 class Act(enum.StrEnum):
@@ -200,7 +203,7 @@ def _row(studio: Studio, entry: Entry, place: int, count: int, gpus: Sequence[Gp
         id=job.id,
         name=job.name,
         group=job.group,
-        state=StateView(kind=KINDS[state], word=state.value, detail=entry.note),
+        state=StateView(kind=KINDS[state], word=state.value, detail=_COMMAND.sub("", entry.note)),
         gpus=entry.gpus,
         page=_page(studio, entry) if below and job.run.is_dir() else "",
         acts=_acts(state, first=place == 0, last=place == count - 1),
