@@ -157,6 +157,64 @@ def test_a_caption_is_edited_in_place_undone_and_kept_from_others(
     assert (folder / "0.txt").read_text() == "a dog" and (folder / "1.txt").read_text() == "a bee"
 
 
+def test_selected_pictures_go_to_the_trash_and_back(
+    start: Start, new_context: Contexts, tmp_path: Path
+) -> None:
+    """The boxes stand in the page before the form that they belong to."""
+    studio = start(tmp_path)
+    folder = data_set(studio, "a cat", "a bee", "a cow")
+    page = logged_in(new_context(), studio)
+    shown(page, studio)
+    looked(page, 3)
+    for name in ("0.png", "2.png"):
+        page.get_by_label(f"Select {name}").check()
+    page.get_by_role("button", name="Move the selected ones to the trash").click()
+    looked(page, 1)
+    assert {path.name for path in folder.iterdir()} == {"1.png", "1.txt"}
+    page.get_by_role("button", name="Undo: 2 deleted").click()
+    looked(page, 3)
+    assert len(list(folder.iterdir())) == 6
+
+
+def test_a_page_shows_what_became_of_a_change(start: Start, new_context: Contexts, tmp_path: Path) -> None:
+    """M7: no fault stays beside a saved caption, or above files that were stored, and nothing typed goes."""
+    studio = start(tmp_path)
+    folder = data_set(studio)
+    page = logged_in(new_context(), studio)
+    shown(page, studio)
+    word = page.get_by_text("No picture is here yet")
+    expect(word).to_be_visible(timeout=60_000)
+    assert page.locator(".problems").count() == 0
+    files = [{"name": f"{number}.png", "buffer": encoded(picture(seed=number)), **PNG} for number in (0, 1)]
+    page.get_by_label("Pictures and captions").set_input_files(files)
+    page.get_by_role("button", name="Upload").click()
+    expect(page.locator("#upload-state")).to_contain_text("2 stored, 0 not", timeout=60_000)
+    expect(word).to_have_count(0, timeout=60_000)
+    expect(page.get_by_role("button", name="New run with this set")).to_be_visible()
+    page.get_by_role("link", name="Show them").click()
+    looked(page, 2)
+    tile, other = page.locator(".tile").first, page.locator(".tile").nth(1)
+    expect(tile).to_contain_text("the image has no caption")
+    expect(page.get_by_role("link", name="No caption 2", exact=True)).to_be_visible()
+    page.get_by_label("Caption of 0.png").fill("a cat")
+    page.get_by_label("Caption of 1.png").fill("half of a")  # leaving the other saves it
+    expect(tile.get_by_role("status")).to_have_text("Saved")
+    expect(tile).not_to_contain_text("Problem", timeout=60_000)
+    expect(tile).not_to_contain_text("the image has no caption")
+    expect(other).to_contain_text("the image has no caption")
+    expect(page.get_by_role("link", name="No caption 1", exact=True)).to_be_visible()
+    expect(page.get_by_role("button", name="Undo: caption of 0.png")).to_be_visible()
+    expect(page.get_by_label("Caption of 1.png")).to_have_value("half of a")
+    assert (folder / "0.txt").read_text() == "a cat\n" and not (folder / "1.txt").exists()
+    # the filter of pictures without one shows it no longer
+    page.get_by_label("Caption of 1.png").fill("")
+    page.get_by_role("link", name="No caption").click()
+    page.get_by_label("Caption of 1.png").fill("a bee")
+    page.get_by_label("Caption of 1.png").press("Control+s")
+    expect(page.locator(".tile .state")).to_have_count(0, timeout=60_000)
+    expect(page.get_by_role("link", name="No caption 0", exact=True)).to_be_visible()
+
+
 def test_a_caption_that_was_not_saved_stays_and_is_told(
     start: Start, new_context: Contexts, watched: Watched, tmp_path: Path
 ) -> None:

@@ -8,10 +8,12 @@ import dataclasses
 import os
 from pathlib import Path
 
+from trainer import families
 from trainer.config.reading.load import Loaded
 from trainer.config.reading.paths import paths_of
 from trainer.config.schema import RunConfig
 from trainer.errors import DataError, Problem
+from trainer.families.family import Family
 from trainer.machine.facts import Facts
 from trainer.planning.epochs import Counted, count, with_epochs
 from trainer.planning.kept_decisions import continued
@@ -73,8 +75,8 @@ _REMEDY = "check its name, and in a container that the folder is mounted and rea
 
 
 def require_data(loaded: Loaded) -> None:
-    """Raise DataError with every folder and file of samples that is not there; what is in them is checked by
-    the run.
+    """Raise DataError with every folder and file of samples that is not there and, of pictures, with all that
+    their names and captions show the run to refuse. Pictures and conversations are read by the run alone.
     """
     named = ((key, path) for key, path in paths_of(loaded.config) if key.startswith(_OF_SAMPLES))
     missing = [
@@ -84,6 +86,23 @@ def require_data(loaded: Loaded) -> None:
     ]
     if missing:
         raise DataError(missing)
+    family = families.get(loaded.config.family)
+    if family.sample_kind == "image":
+        _require_captions(loaded.config, family)
+
+
+def _require_captions(config: RunConfig, family: Family) -> None:
+    """Raise DataError where the run's scan of its pictures would, before it opens one."""
+    from trainer.data.sets.scan import find_images, held_out_set, usable
+
+    held_out, problems = held_out_set(config.validation), list[Problem]()
+    for sets in (config.data.sets, *([(held_out,)] if held_out is not None else [])):
+        try:
+            usable(find_images(sets, family.control_counts), config.data.on_bad_file)
+        except DataError as error:
+            problems += error.problems
+    if problems:
+        raise DataError(problems)
 
 
 def require_dataset(path: Path | None) -> None:

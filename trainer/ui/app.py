@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http
 from collections.abc import Callable, Sequence
 
 from starlette.applications import Starlette
@@ -54,10 +55,18 @@ def create_app(
         scope["app"] = app
         await login.login_page(Request(scope), status_code=401)(scope, receive, send)
 
+    def told(code: int, text: str) -> ASGIApp:
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            scope["app"] = app
+            page = _page(Request(scope), code, title=http.HTTPStatus(code).phrase, text=text)
+            await page(scope, receive, send)
+
+        return answer
+
     guard: ASGIApp = refused
     app = Starlette(
         routes=[*pages, static],
-        middleware=[Middleware(Guard, access=access, hosts=hosts, refused=guard)],
+        middleware=[Middleware(Guard, access=access, hosts=hosts, refused=guard, told=told)],
         exception_handlers={
             HTTPException: _http_error,
             UnknownIdError: _unknown,

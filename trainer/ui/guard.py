@@ -8,7 +8,7 @@ from __future__ import annotations
 import hmac
 import http
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -40,10 +40,12 @@ HEADERS: Mapping[str, str] = {
 """Headers of every response; one that a page set itself stays."""
 # fmt: on
 _SAFE = frozenset({"GET", "HEAD"})
-_FIRST_FIELD = re.compile(
-    rb"csrf=([0-9a-f]{64})(?:&|$)"
-    rb'|--[^\r\n]{1,80}\r\nContent-Disposition: form-data; name="csrf"\r\n\r\n([0-9a-f]{64})\r\n--'
+_FIELD = re.compile(rb"(?:^|&)csrf=([0-9a-f]{64})(?:&|$)")
+"""The field of a form, wherever it stands: boxes and fields of other places of a page may come before it."""
+_FIRST_PART = re.compile(
+    rb'--[^\r\n]{1,80}\r\nContent-Disposition: form-data; name="csrf"\r\n\r\n([0-9a-f]{64})\r\n--'
 )
+"""The same of a form with files, of which it is the first part: the files are not read before it is known."""
 _HEAD_BYTES = 512
 
 
@@ -53,14 +55,22 @@ class _TooLargeError(Exception):
 
 class Guard:
     """Middleware of the whole studio; see the module. `hosts` are names and addresses without ports, in any
-    case.
+    case; `told` makes the page of a status and a text.
 
     Answers 400 to another Host, 413 to a body over its limit, 401 without a session, 403 to a change without
     the session's CSRF value or with an Origin that is not its Host. Sets `state.session` of what passes.
     """
 
-    def __init__(self, app: ASGIApp, *, access: Access, hosts: frozenset[str], refused: ASGIApp) -> None:
-        self._app, self._access, self._refused = app, access, refused
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        access: Access,
+        hosts: frozenset[str],
+        refused: ASGIApp,
+        told: Callable[[int, str], ASGIApp],
+    ) -> None:
+        self._app, self._access, self._refused, self._told = app, access, refused, told
         self._hosts = frozenset(map(str.lower, hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,21 +86,22 @@ class Guard:
         except _TooLargeError:
             if guarded.started:
                 raise
-            await _refusal(413, f"more than {body.limit} bytes")(scope, receive, guarded.send)
+            refusal = self._refusal(scope, 413, f"more than {body.limit} bytes")
+            await refusal(scope, receive, guarded.send)
 
     async def _judge(self, scope: Scope, body: _Body) -> ASGIApp | None:
         """The refusal of a request; None where it may pass."""
         headers, path = Headers(scope=scope), scope["path"]
         if not _is_host(headers.getlist("host"), self._hosts):
-            return _refusal(400, "not a name of this studio: start it with --allow-host NAME to add one")
+            return _as_text(400, "not a name of this studio: start it with --allow-host NAME to add one")
         declared = headers.get("content-length", "0")
         if not declared.isdecimal() or int(declared) > body.limit:
-            return _refusal(413, f"more than {body.limit} bytes")
+            return self._refusal(scope, 413, f"more than {body.limit} bytes")
         state = scope.setdefault("state", {})
         state["session"] = None
         changes = scope["method"] not in _SAFE
         if changes and not _same_origin(headers):
-            return _refusal(403, "the request came from another site's page")
+            return self._refusal(scope, 403, "the request came from another site's page")
         if path.startswith(STATIC_PREFIX):
             return None
         cookie = HTTPConnection(scope).cookies.get(self._access.cookie_name, "")
@@ -100,10 +111,15 @@ class Guard:
         if session is None:
             return self._refused
         if changes:
-            given = headers.get(CSRF_HEADER) or _first_field(await body.head())
+            given = headers.get(CSRF_HEADER) or await _field(headers, body)
             if not hmac.compare_digest(given.encode(), session.csrf.encode()):
-                return _refusal(403, "the page is too old: load it again, and repeat the change")
+                return self._refusal(scope, 403, "the page is too old: load it again, and repeat the change")
         return None
+
+    def _refusal(self, scope: Scope, code: int, text: str) -> ASGIApp:
+        """A page with a way back for a browser that shows it, a line of text for a script."""
+        shown = "text/html" in Headers(scope=scope).get("accept", "")
+        return self._told(code, text) if shown else _as_text(code, text)
 
 
 class _Body:
@@ -114,10 +130,10 @@ class _Body:
         self._ahead: list[Message] = []
         self._read = 0
 
-    async def head(self) -> bytes:
-        """The first bytes of the body, at least _HEAD_BYTES where it has as many."""
+    async def head(self, count: int) -> bytes:
+        """The first bytes of the body, at least `count` where it has as many."""
         text, more = b"", True
-        while more and len(text) < _HEAD_BYTES:
+        while more and len(text) < count:
             message = await self._taken()
             self._ahead.append(message)
             text += message.get("body", b"")
@@ -174,12 +190,15 @@ def _same_origin(headers: Headers) -> bool:
     return parts.scheme in ("http", "https") and parts.netloc.lower() == headers["host"].lower()
 
 
-def _first_field(head: bytes) -> str:
-    """The CSRF value that a form brings as its first field; empty where there is none."""
-    found = _FIRST_FIELD.match(head)
-    return (found[1] or found[2]).decode() if found else ""
+async def _field(headers: Headers, body: _Body) -> str:
+    """The CSRF value that a form brings; empty where there is none."""
+    if headers.get("content-type", "").startswith("multipart/"):
+        found = _FIRST_PART.match(await body.head(_HEAD_BYTES))
+    else:
+        found = _FIELD.search(await body.head(SMALL_BODY_BYTES))
+    return found[1].decode() if found else ""
 
 
-def _refusal(code: int, text: str) -> ASGIApp:
+def _as_text(code: int, text: str) -> ASGIApp:
     title = http.HTTPStatus(code).phrase
     return PlainTextResponse(f"{code} {title}: {text}\n", status_code=code)

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.data.pictures import write_pair, write_rows
 from tests.unit.queue.fakes import FakeLocal, FakeMachine, wanted
+from trainer import families
 from trainer.cli import jobs, main, measure
 from trainer.cli.options import Layers
+from trainer.engine.caching.samples import scan_samples
+from trainer.errors import DataError
 from trainer.machine import driver
 from trainer.machine.reading import read_recorded
 from trainer.planning.planning import plan_run
@@ -46,6 +50,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.yaml").write_text(TEXT)
     (tmp_path / "images").mkdir()
+    write_pair(tmp_path / "images", "cat.png")
     monkeypatch.setenv("TRAINER_QUEUE_DIR", str(tmp_path / "queue"))
     monkeypatch.setenv("TRAINER_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TRAINER_RUNTIME_DIR", str(tmp_path / "runtime"))
@@ -161,14 +166,65 @@ def test_gpus_whose_users_nobody_can_tell_are_refused(run: Run, machine: FakeMac
 
 
 def test_samples_that_are_not_there_are_refused_at_once(run: Run, place: Path) -> None:
-    (place / "images").rmdir()
+    (place / "images").rename(place / "away")
     code, _, err = run("queue", "add", "my.yaml", "--set", "validation.img_dir=held-out")
     assert code == 65
     for words in ("`data.sets.0.img_dir`: images does", "my.yaml:3", "`validation.img_dir`: held-out does"):
         assert words in err
     assert named(place) == []
-    (place / "images").mkdir()
+    (place / "away").rename(place / "images")
     assert run("queue", "add", "my.yaml")[0] == 0
+
+
+def nameless(folder: Path, *names: str) -> None:
+    """Pictures without captions."""
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        write_pair(folder, name, seed=sum(name.encode())).with_suffix(".txt").unlink()
+
+
+BAD_SETS: dict[str, tuple[Callable[[Path], object], Sequence[str]]] = {
+    "no caption": (lambda place: nameless(place / "images", "bare.png"), ()),
+    "no row": (
+        lambda place: [nameless(place / "images", "bare.png"), write_rows(place / "images", [])],
+        (),
+    ),
+    "an empty caption": (lambda place: write_pair(place / "images", "bee.png", " "), ()),
+    "held out": (lambda place: nameless(place / "held-out", "x.png"), ("validation.img_dir=held-out",)),
+    "both": (
+        lambda place: [nameless(place / one, f"{one}.png") for one in ("images", "held-out")],
+        ("validation.img_dir=held-out",),
+    ),
+    "nothing there": (lambda place: [one.unlink() for one in (place / "images").iterdir()], ()),
+    "nothing left": (
+        lambda place: [(place / "images/cat.txt").unlink(), nameless(place / "images", "b.png")],
+        ("data.on_bad_file=skip",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SETS)
+def test_pictures_that_the_run_would_refuse_are_refused_at_once(run: Run, place: Path, case: str) -> None:
+    """In the run's own words, which its scan gives when it has opened all pictures."""
+    spoil, sets = BAD_SETS[case]
+    spoil(place)
+    words = [word for one in sets for word in ("--set", one)]
+    code, _, err = run("queue", "add", "my.yaml", *words)
+    assert (code, named(place)) == (65, [])
+    loaded = Layers([place / "my.yaml"], sets).load()
+    with pytest.raises(DataError) as told:
+        scan_samples(families.get("flux1_dev"), loaded.config)
+    for problem in told.value.problems:
+        assert problem.what in err and problem.where in err and problem.remedy in err
+
+
+def test_pictures_that_the_run_leaves_out_keep_no_job_away(run: Run, place: Path) -> None:
+    nameless(place / "images", "bare.png")
+    assert run("queue", "add", "my.yaml", "--set", "data.on_bad_file=skip")[0] == 0
+    # whether a picture can be decoded the run tells
+    (place / "images/bare.png").unlink()
+    write_pair(place / "images", "broken.png").write_bytes(b"no picture")
+    assert run("queue", "add", "my.yaml", "--output", "other")[0] == 0
 
 
 def test_a_run_folder_has_one_name_however_it_is_written(run: Run, place: Path) -> None:

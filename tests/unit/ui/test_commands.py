@@ -136,7 +136,9 @@ def test_every_field_of_every_form_is_text(
     for path in pages:
         answer = client.get(path)
         if answer.headers["content-type"].startswith("text/html"):
-            forms |= {action: fields for action, fields in Forms(answer.text).found if action}
+            for action, fields in Forms(answer.text).found:
+                if action and len(fields) >= len(forms.get(action, ())):  # a link with values is the same
+                    forms[action] = fields
     actions = {path for method, path in routes if method != "GET"}
     actions -= {"/login", "/logout", "/settings/token"}  # after these the session is another one
     typed = {action: {name for name, _, typed in fields if typed} for action, fields in forms.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -110,31 +111,87 @@ def test_the_value_of_another_session_is_refused(client: TestClient, app: Starle
     assert client.post("/theme", data={"theme": "dark"}, headers={"X-CSRF-Token": value}).status_code == 403
 
 
-def test_a_form_brings_it_as_its_first_field(client: TestClient) -> None:
+def test_a_form_brings_it_wherever_its_field_stands(client: TestClient) -> None:
+    """A box of another place of the page, with the form's name in `form=`, is sent before the form's own."""
     token = client.headers.pop("X-CSRF-Token")
-    first = {"csrf": token, "theme": "dark"}
-    assert client.post("/theme", data=first).status_code == 303
-    assert client.cookies["theme"] == "dark"
-    parts = {name: (None, value) for name, value in {"csrf": token, "theme": "light"}.items()}
-    assert client.post("/theme", files=parts).status_code == 303
-    assert client.cookies["theme"] == "light", "the page still reads what the guard has looked at"
-    later = {"theme": "dark", "csrf": token}
-    assert client.post("/theme", data=later).status_code == 403
+    for theme, fields in {
+        "dark": {"csrf": token, "theme": "dark"},
+        "light": {"theme": "light", "filler": "&csrf=" + "x" * 70_000, "csrf": token},
+        "auto": {"theme": "auto", "csrf": token, "other": "x"},
+    }.items():
+        assert client.post("/theme", data=fields).status_code == 303
+        assert client.cookies["theme"] == theme, "the page still reads what the guard has looked at"
+    inside = {"theme": f"dark&csrf={token}"}
+    assert client.post("/theme", data=inside).status_code == 403
 
 
-def test_every_form_of_every_page_begins_with_it(client: TestClient, every: list[tuple[str, str]]) -> None:
-    count = 0
+def test_a_form_with_files_brings_it_as_its_first_part(client: TestClient) -> None:
+    """Nothing of a large body is read before it is known whose it is."""
+    token = client.headers.pop("X-CSRF-Token")
+    first = {name: (None, value) for name, value in {"csrf": token, "theme": "light"}.items()}
+    assert client.post("/theme", files=first).status_code == 303
+    assert client.cookies["theme"] == "light"
+    later = dict(reversed(first.items()))
+    assert client.post("/theme", files=later).status_code == 403
+
+
+class Forms(HTMLParser):
+    """Forms of a page that change something, each with its fields as a browser sends them: in order."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: dict[str, dict[str, str | None]] = {}
+        self.fields: dict[str, list[dict[str, str | None]]] = {}
+        self._open = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        if tag == "form":
+            self._open = given.get("id") or f"form {len(self.found)}"
+            self.found[self._open] = given
+        elif tag in ("input", "button", "select", "textarea") and given.get("name"):
+            self.fields.setdefault(given.get("form") or self._open, []).append(given)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open = "" if tag == "form" else self._open
+
+
+def test_every_form_of_every_page_brings_it(client: TestClient, every: list[tuple[str, str]]) -> None:
+    """A form with files as its first field in the page, with fields of other places that are its own."""
+    token, kinds = client.headers["X-CSRF-Token"], set()
     for path in [path for method, path in every if method == "GET"]:
         answer = client.get(path)
         if not answer.headers["content-type"].startswith("text/html"):
             continue
-        for form in re.findall(r"<form[^>]*method=\"post\".*?</form>", answer.text, re.DOTALL):
-            if 'action="/login"' in form:
+        page = Forms(answer.text)
+        for name, form in page.found.items():
+            if form.get("method") != "post" or form.get("action") == "/login":
                 continue
-            first = re.search(r"<(?:input|button|select|textarea)[^>]*>", form)
-            assert first and f'name="csrf" value="{client.headers["X-CSRF-Token"]}"' in first[0], (path, form)
-            count += 1
-    assert count
+            fields = page.fields[name]
+            values = [one.get("value") for one in fields if one["name"] == "csrf"]
+            assert values == [token], (path, form)
+            kinds.add(form.get("enctype"))
+            if form.get("enctype"):
+                assert fields[0]["name"] == "csrf", (path, form)
+    assert kinds == {None, "multipart/form-data"}
+
+
+def test_a_refusal_that_a_browser_shows_leads_back(client: TestClient, stranger: TestClient) -> None:
+    shown = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8", "X-CSRF-Token": "0" * 64}
+    large = {"Content-Length": str(guard.SMALL_BODY_BYTES + 1)}
+    for code, headers, words in (
+        (403, {}, "the page is too old"),
+        (403, {"Origin": "null"}, "another site"),
+        (413, large, "more than"),
+    ):
+        page = client.post("/theme", headers=shown | headers, content=b"theme=dark")
+        assert page.status_code == code and words in page.text and '<a href="/">' in page.text
+        line = client.post("/theme", headers={"X-CSRF-Token": "0" * 64, **headers}, content=b"theme=dark")
+        assert line.status_code == code and words in line.text and "<" not in line.text
+    # whoever has no session is told no more than before
+    page = stranger.post("/theme", headers=shown | {"Origin": "null"})
+    assert page.status_code == 403 and "machine-" not in page.text
 
 
 def test_looking_changes_nothing(client: TestClient, every: list[tuple[str, str]], tmp_path: Path) -> None:

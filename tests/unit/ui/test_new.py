@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.unit.data.pictures import write_pair
 from trainer.cli import main
 from trainer.config import environment
 from trainer.errors import ConfigError, DataError, ExitCode
@@ -295,6 +296,11 @@ def test_a_shipped_start_has_its_files_wherever_the_studio_was_started(
 def test_a_start_without_its_samples_is_refused(studio: Studio) -> None:
     view = new_run(studio, asked("quickstart", facts="", data__sets__0__img_dir="nothing"))
     with pytest.raises(DataError, match="nothing does not exist"):
+        new.add_to_queue(view)
+    (studio.data / "cats").mkdir()
+    write_pair(studio.data / "cats", "a.png").with_suffix(".txt").unlink()
+    view = new_run(studio, asked("quickstart", facts="", data__sets__0__img_dir="cats"))
+    with pytest.raises(DataError, match="the image has no caption"):
         new.add_to_queue(view)
 
 

@@ -25,6 +25,8 @@ _OTHER_MEDIA = frozenset({
     ".nef", ".psd", ".svg", ".tga", ".avi", ".mkv", ".mov", ".mp4", ".webm",
 })
 # fmt: on
+NO_IMAGE = "the folder holds no image"
+"""Beginning of what is told of a folder in which there is nothing."""
 _PICTURE_SUFFIXES = _OTHER_MEDIA.union(SUFFIXES)
 
 
@@ -128,7 +130,7 @@ def _sorted(folder: Path, usable: list[str], names: list[str], problems: list[Pr
     problems = [*problems, *_leftovers(path for path in files if path not in known), *_seconds(listing)]
     empty = not listing.images and not problems
     if empty:
-        what = f"the folder holds no image; {FORMATS_TEXT}"
+        what = f"{NO_IMAGE}; {FORMATS_TEXT}"
         problems = [Problem(what=what, where=str(folder), remedy="put images with captions into it")]
     return dataclasses.replace(listing, problems=tuple(problems), unusable=empty)
 

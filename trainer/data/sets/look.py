@@ -35,7 +35,7 @@ class Picture:
     crop: tuple[float, float, float, float] = (0, 0, 0, 0)
     """Left, top, right and bottom in the picture's pixels of the part in its middle that is trained on."""
     copy_of: str = ""
-    """Name of the first picture with the same bytes."""
+    """Name of another picture with the same bytes: of the first that has a caption, else of the first."""
 
     @property
     def in_file(self) -> bool:
@@ -90,8 +90,11 @@ def _picture(
 
 
 def _with_copies(pictures: Iterator[Picture]) -> Iterator[Picture]:
-    """The pictures, each second one of the same bytes with the name of the first."""
+    """The pictures, those of the same bytes but one with its name."""
+    rows = list(pictures)
     first: dict[str, str] = {}
-    for one in pictures:
-        name = first.setdefault(one.sha256, one.name) if one.sha256 else one.name
+    for one in sorted(rows, key=lambda one: not one.caption):
+        first.setdefault(one.sha256, one.name)
+    for one in rows:
+        name = first[one.sha256] if one.sha256 else one.name
         yield one if name == one.name else dataclasses.replace(one, copy_of=name)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from trainer.config.schema import DataSet, ValidationSection
 from trainer.data.captions import read_sidecar, with_trigger_word
 from trainer.data.leftout import capped, list_left_out, nothing_left
 from trainer.data.pictures.buckets import buckets, nearest_bucket
@@ -21,9 +22,6 @@ from trainer.data.sets.controls import its_own, pair_stems, read_set, set_folder
 from trainer.data.sets.listing import Listing
 from trainer.data.sets.metadata import METADATA_NAMES, Metadata, one_form
 from trainer.errors import DataError, Problem
-
-if TYPE_CHECKING:
-    from trainer.config.schema import DataSet
 
 _ASPECT_TOLERANCE = 0.01
 """The largest difference of a mask's aspect from its image's, as a share."""
@@ -84,19 +82,26 @@ def scan_images(
     sizes = buckets(resolution, multiple)
     found = find_images(sets, controls)
     open_images(found, progress=progress)
-    if found.problems and (found.fatal or on_bad_file == "error"):
-        raise DataError(capped(found.problems))
-    left_out = found.left_out
-    bad = {file for file, _ in left_out}
     records = [
         _record(item, sets[item.set_index], found.good, sizes, trigger_word)
-        for item in found.images
-        if str(item.path) not in bad
+        for item in usable(found, on_bad_file)
     ]
-    if not records:
-        raise nothing_left(found.problems)
     notices.tell(records, found.good, sets)
-    return Scan(records=tuple(records), left_out=left_out)
+    return Scan(records=tuple(records), left_out=found.left_out)
+
+
+def held_out_set(validation: ValidationSection) -> DataSet | None:
+    """The set of samples that are named for the validation loss alone; None where none are."""
+    if not validation.names_samples:
+        return None
+    return DataSet(
+        img_dir=validation.img_dir,
+        control_dir=validation.control_dir,
+        chat_file=validation.chat_file,
+        columns=validation.columns,
+        dataset_info=validation.dataset_info,
+        name=validation.name,
+    )
 
 
 def find_images(sets: Sequence[DataSet], controls: tuple[int, int]) -> Found:
@@ -106,6 +111,17 @@ def find_images(sets: Sequence[DataSet], controls: tuple[int, int]) -> Found:
     for set_index, one in enumerate(sets):
         _list_set(set_index, one, controls, found, apart)
     return found
+
+
+def usable(found: Found, on_bad_file: Literal["error", "skip"]) -> list[Captioned]:
+    """The images in `found` that can be used as far as is known. Raises DataError as `scan_images` does."""
+    if found.problems and (found.fatal or on_bad_file == "error"):
+        raise DataError(capped(found.problems))
+    bad = {file for file, _ in found.left_out}
+    images = [item for item in found.images if str(item.path) not in bad]
+    if not images:
+        raise nothing_left(found.problems)
+    return images
 
 
 def open_images(

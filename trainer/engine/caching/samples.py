@@ -7,12 +7,13 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from trainer.config.schema import DataSet, RunConfig
+from trainer.config.schema import RunConfig
 from trainer.data.leftout import MAX_PROBLEMS_SHOWN
 from trainer.data.pictures.opened import measure_controls
 from trainer.data.pictures.variants import with_variants
 from trainer.data.records import Control, ImageRecord, LeftOut, Record, Scan
 from trainer.data.sampler import held_out_split
+from trainer.data.sets.scan import held_out_set
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.families.family import Family
 
@@ -44,19 +45,10 @@ def scan_samples(
     """
     noun = f"{family.sample_kind}s"
     scans = {f"checking {noun}": config}
-    validation = config.validation
-    separate = validation.names_samples
-    if separate:
-        held_out_set = DataSet(
-            img_dir=validation.img_dir,
-            control_dir=validation.control_dir,
-            chat_file=validation.chat_file,
-            columns=validation.columns,
-            dataset_info=validation.dataset_info,
-            name=validation.name,
-        )
+    validation, separate = config.validation, held_out_set(config.validation)
+    if separate is not None:
         # captions, sizes and trigger word as in training
-        data = config.data.model_copy(update={"sets": (held_out_set,)})
+        data = config.data.model_copy(update={"sets": (separate,)})
         scans[f"checking held-out {noun}"] = config.model_copy(update={"data": data})
     found: list[Scan] = []
     problems: list[Problem] = []
@@ -67,7 +59,7 @@ def scan_samples(
             problems += error.problems
     if problems:
         raise DataError(problems)
-    if separate:
+    if separate is not None:
         training, held_out = (tuple(one.records) for one in found)
         _require_untrained(training, held_out)
     else:

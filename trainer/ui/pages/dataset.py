@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import unicodedata
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import TypeVar
@@ -176,7 +177,12 @@ def _changing(studio: Studio, change: Change) -> Callable[[Request], Awaitable[R
 
 
 def _create(studio: Studio, request: Request, form: FormData) -> Response:
-    place = new_place(studio, upload.stored_name(_text(form, "name")))
+    given = _text(form, "name").strip()
+    if (name := upload.stored_name(given)) != unicodedata.normalize("NFC", given):
+        what = "a data set is a folder, whose name has letters, digits, blanks and . , ( ) @ + = ~ _ - alone"
+        remedy = "write the name without other signs, and shorter where it is long"
+        raise DataError(what, where=given, remedy=remedy)
+    place = new_place(studio, name)
     return RedirectResponse(f"/data/{place.id}", status_code=303)
 
 

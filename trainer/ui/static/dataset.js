@@ -39,6 +39,34 @@
     if (look.querySelector("[data-reload]") && !sending && !dirty()) location.reload();
   }).observe(look, { childList: true });
 
+  // what the look after a change finds takes the place of what the page says, around what someone does here
+  let changed = false, waiting = false;
+  async function refresh() {
+    changed = true;
+    if (waiting) return;
+    waiting = true;
+    const page = async (address) => {
+      const answer = await fetch(address).catch(() => null);
+      return answer?.ok ? new DOMParser().parseFromString(await answer.text(), "text/html") : null;
+    };
+    const progress = `${location.pathname.split("/").slice(0, 3).join("/")}/progress`;
+    let now = null;
+    while (changed) {
+      changed = false;
+      while ((await page(progress))?.querySelector("[data-looking]")) await new Promise((done) => setTimeout(done, 500));
+      now = await page(location.href);
+    }
+    waiting = false;
+    if (now) for (const one of document.querySelectorAll("[data-found]")) {
+      const found = now.getElementById(one.id);
+      if (one.contains(document.activeElement)) continue;
+      if (found) one.innerHTML = found.innerHTML;
+      // the filter that shows it is no longer true of it
+      else if (one.closest(".tile")?.querySelector(".saved")) one.replaceChildren();
+    }
+  }
+  document.addEventListener("htmx:after:swap", (event) => { if (event.target.closest?.(".caption")) refresh(); });
+
   const form = document.getElementById("upload");
   if (!form) return;
   const input = form.elements.files, bar = document.getElementById("upload-bar");
@@ -113,6 +141,7 @@
       state.append(link);
     }
     window.studio.say(state.textContent);
+    refresh();
     form.querySelector("button").disabled = false;
     form.reset();
     sending = told.children.length > 0;  // which are to be read

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from trainer.data.captions import with_trigger_word
+from trainer.data.sets.listing import NO_IMAGE
 from trainer.data.sets.look import Picture
 from trainer.errors import DataError
 from trainer.ui.datasets import edits, snapshot, worker
-from trainer.ui.datasets.places import Place, folders, place_of, places
+from trainer.ui.datasets.places import WHOLE_ROOT, Place, folders, place_of, places
 from trainer.ui.studio import Studio, identifier
 
 TILES = 60
@@ -93,6 +94,9 @@ class DatasetView:
     alone: int
     """Pictures that are the only one of their bucket, and fill no batch with another."""
     strays: Sequence[tuple[str, str]]
+    """Files that a run would not take, and why; that an empty folder has no picture is none."""
+    trained: bool
+    """Whether a run may name the folder: not where it is the root of all data sets."""
     in_metadata: int
     """Captions that are rows of metadata."""
     undo: str
@@ -191,11 +195,16 @@ def dataset_view(
         look=look_view(studio, given),
         settings=settings,
         families={family.name: family.title for family in snapshot.picture_families()},
-        folders={identifier(studio.data, studio.data / name): name for name in folders(studio)},
+        folders={
+            identifier(studio.data, studio.data / name): name
+            for name in folders(studio)
+            if name != place.name
+        },
         counts={name: sum(test(one, most) for one in rows) for name, (_, test) in FILTERS.items()},
         buckets=dict(sorted(buckets.items())),
         alone=sum(count == 1 for count in buckets.values()),
-        strays=latest.strays if latest else (),
+        strays=_strays(place, latest.strays if latest else ()),
+        trained=place.name != WHOLE_ROOT,
         in_metadata=sum(bool(one.caption) and not one.in_file for one in rows),
         undo=edits.last_change(place),
         show=show,
@@ -205,6 +214,10 @@ def dataset_view(
         pages=pages,
         tiles=[tile_view(place, key) for key in shown[(page - 1) * TILES : page * TILES]],
     )
+
+
+def _strays(place: Place, found: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [one for one in found if not (one[0] == place.name and one[1].startswith(NO_IMAGE))]
 
 
 def tile_view(place: Place, key: str) -> Tile:

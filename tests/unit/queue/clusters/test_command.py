@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.unit.data.pictures import write_pair
 from tests.unit.queue.clusters.fakes import client, words
 from trainer.cli import main
 
@@ -27,6 +29,7 @@ def run(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.yaml").write_text(TEXT)
     (tmp_path / "images").mkdir()
+    write_pair(tmp_path / "images", "cat.png")
     monkeypatch.setenv("TRAINER_QUEUE_DIR", str(tmp_path / "queue"))
     client(clients, "sbatch", "echo 7")
     client(clients, "squeue", "echo '7|RUNNING|0|None'")
@@ -77,7 +80,7 @@ def test_what_does_not_fit_is_refused(run: Run, given: list[str], what: str) -> 
 
 def test_kueue_without_kubectl_is_told(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples are the cluster's: none are looked for here."""
-    (tmp_path / "images").rmdir()
+    shutil.rmtree(tmp_path / "images")
     monkeypatch.setenv("PATH", str(tmp_path))
     code, _, err = run("queue", "add", "my.yaml", "--kueue", "my-run")
     assert code == 78 and "kubectl: it is not installed here" in err

@@ -47,6 +47,29 @@ def test_every_picture_is_a_row_with_its_faults(studio: Studio) -> None:
     assert (row.pictures, row.problems) == (5, 3)
 
 
+@pytest.mark.parametrize(
+    ("captioned", "copies"),
+    [("abc", "bc"), ("c", "ab"), ("bc", "ac"), ("", "bc")],
+)
+def test_the_copy_is_the_one_without_a_caption(studio: Studio, captioned: str, copies: str) -> None:
+    """Else the later one; who deletes copies keeps what was written."""
+    place = make(studio, a="a cat", b="the cat", c="one cat")
+    for stem in "abc":
+        (place.folder / f"{stem}.png").write_bytes(encoded(picture(seed=1)))
+        if stem not in captioned:
+            (place.folder / f"{stem}.txt").unlink()
+    (original,) = set("abc") - set(copies)
+    found = {one.name: one.copy_of for one in looked(place).pictures if one.copy_of}
+    assert found == {f"cats/{stem}.png": f"cats/{original}.png" for stem in copies}
+
+
+def test_a_set_is_no_folder_of_its_own_masks(studio: Studio) -> None:
+    place, other = make(studio, a="a cat"), make(studio, "masks")
+    (place.folder / "inner").mkdir()
+    assert sorted(dataset_view(studio, place.id).folders.values()) == ["cats/inner", "masks"]
+    assert sorted(dataset_view(studio, other.id).folders.values()) == ["cats", "cats/inner"]
+
+
 def test_masks_and_controls_lie_beside_their_picture(studio: Studio) -> None:
     place = make(studio, a="a cat", b="a bee")
     for name in ("masks", "edits"):

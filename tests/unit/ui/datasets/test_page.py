@@ -19,7 +19,8 @@ from starlette.testclient import TestClient
 from tests.unit.data.pictures import encoded, picture, write_rows
 from tests.unit.ui.conftest import ORIGIN
 from tests.unit.ui.datasets.sets import key_of, looked, make, tree
-from trainer.ui.datasets import edits, upload, worker
+from trainer.ui.datasets import edits, snapshot, upload, worker
+from trainer.ui.datasets.places import places
 from trainer.ui.pages import dataset
 from trainer.ui.studio import Studio
 
@@ -39,13 +40,73 @@ def field(text: str, name: str) -> str:
 
 def test_a_set_is_made_and_listed(client: TestClient, studio: Studio) -> None:
     assert "No data set is here yet" in client.get("/data").text
-    answer = client.post("/data", data={"name": "../../My cats"})
+    answer = client.post("/data", data={"name": " My cats "})
     assert answer.status_code == 303
     assert [path.name for path in studio.data.iterdir()] == ["My cats"]
     assert client.get(answer.headers["location"]).status_code == 200
     assert client.post("/data", data={"name": "My cats"}).status_code == 422
     assert client.post("/data", data={"name": ".."}).status_code == 422
     assert "My cats" in client.get("/data").text
+
+
+def test_a_name_is_kept_or_refused(client: TestClient, studio: Studio) -> None:
+    for name in (
+        "my cats / ü",
+        "../../My cats",
+        "a\\b",
+        "cats?",
+        ".cats",
+        "cats.",
+        "x" * 200,
+        "a.suffix-too-long",
+    ):
+        answer = client.post("/data", data={"name": name})
+        assert answer.status_code == 422 and html.escape(name) in answer.text, name
+        assert "letters, digits, blanks" in answer.text
+    assert not list(studio.data.iterdir())
+    # a Mac may spell an accent in two characters
+    for name, kept in {"ü": "ü", "u\u0308ber": "über", "a (1), b@c+d=e~_-.f": "a (1), b@c+d=e~_-.f"}.items():
+        assert client.post("/data", data={"name": name}).status_code == 303
+        assert (studio.data / kept).is_dir()
+
+
+def test_a_new_set_waits_for_pictures_and_has_no_fault(client: TestClient, studio: Studio) -> None:
+    place = make(studio)
+    looked(place)
+    text = client.get(f"/data/{place.id}").text
+    assert "No picture is here yet" in text and "holds no image" not in text and "problem" not in text
+    assert '<details class="card" open>\n  <summary>Add pictures' in text
+    # a file that is no picture is a fault, and a folder of masks without one
+    (place.folder / "note.doc").touch()
+    (studio.data / "masks").mkdir()
+    made = snapshot.Settings(family=snapshot.read_settings(place).family, mask="masks")
+    snapshot.keep(place, snapshot.SETTINGS_NAME, made)
+    looked(place)
+    text = client.get(f"/data/{place.id}").text
+    assert "2 problems with" in text and "note.doc" in text and "holds no image" in text
+
+
+def test_a_set_is_the_one_of_a_new_run(client: TestClient, studio: Studio) -> None:
+    place = make(studio, "~ [cats", a="a cat")
+    looked(place)
+    form = client.get(f"/data/{place.id}").text.partition('action="/new">')[2].partition("</form>")[0]
+    assert "New run with this set" in form
+    page = client.post("/new", data={"data.sets.0.img_dir": field(form, "data.sets.0.img_dir")}).text
+    typed = re.search(r'<input[^>]*name="data\.sets\.0\.img_dir"[^>]*>', page)
+    assert typed and f'value="{place.folder}"' in typed[0]
+    assert "outside of the studio" not in page
+    # the root of all is no place for a run
+    (studio.data / "b.png").write_bytes(encoded(picture(seed=2)))
+    (root,) = [one for one in places(studio) if one.name == "."]
+    looked(root)
+    assert "b.png" in (text := client.get(f"/data/{root.id}").text) and "New run with" not in text
+
+
+def test_a_bucket_that_holds_all_usable_pictures_is_full(client: TestClient, studio: Studio) -> None:
+    place = make(studio, a="a cat", b="a bee", c="a cow")
+    (place.folder / "c.txt").unlink()
+    looked(place)
+    assert '<progress max="2" value="2" ' in client.get(f"/data/{place.id}").text
 
 
 def test_a_first_set_makes_the_folder_of_all(client: TestClient, studio: Studio) -> None:
@@ -213,7 +274,8 @@ def test_a_read_only_set_is_shown_and_not_edited(
     # whoever runs the tests may be root, whom no mode keeps out
     monkeypatch.setattr("trainer.ui.datasets.places.os.access", lambda *_: False)
     text = client.get(f"/data/{place.id}").text
-    assert "read-only" in text and "Add pictures" not in text and ">Save<" not in text
+    assert "read-only" in text and "Add pictures" not in text and "textarea" in text
+    assert '<div class="line"><button>Save</button>' not in text
     etag = field(client.get(address).text, "etag")
     answer = client.post(f"{address}/caption", data={"caption": "a dog", "etag": etag})
     assert answer.status_code == 422 and (place.folder / "a.txt").read_text() == "a cat"
