@@ -80,6 +80,7 @@ def test_a_stop_a_kill_and_two_resumes_equal_one_run(
     require_equal(process.run_dir, straight.run_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FIRST_CASES, ids=str)
 def test_a_reader_of_its_lines_that_goes_away_changes_nothing(
     case: Case, start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path

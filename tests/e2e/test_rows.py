@@ -74,7 +74,8 @@ def test_stopped_by_two_and_gone_on_with_by_one_and_by_two(
     require_as_one(process, straight)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_run_within_seconds(rank: int, start: Start, tmp_path: Path) -> None:
     """The other one waits in the middle of a pass through the model."""
     process = start(FULL, tmp_path, TWO, "train.max_train_steps=10000")

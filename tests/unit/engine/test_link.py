@@ -26,6 +26,7 @@ MET = {"met": 2}
 RIGHT = answer(MET, {"exchange_ms": 0.5}, {"gib_per_second": 340.0})
 
 
+@pytest.mark.slow
 def test_two_processes_read_each_other_and_exchange() -> None:
     """Through the processes that measure, with memory of the host in the place of two GPUs'."""
     settled, found = link.probe_link(["cpu", "cpu"], os.environ, "1234abcd")
