@@ -30,7 +30,7 @@ import yaml
 from bench import arguments as types
 from bench import jobs, load, ours
 from bench.processes import GIB, REPOSITORY
-from bench.ranks import WAYS
+from bench.ranks import USUAL, WAYS
 from bench.record import update_table
 from trainer import families
 from trainer.cli.measure import planned
@@ -84,8 +84,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--base", type=Path, required=True, help="folder with the full-size configs")
     one.add_argument("--folder", type=types.folder, required=True, help="on the disk to read from")
     one.add_argument("--gpus", type=types.positive, default=2, help="GPUs of the ways but `one`")
-    ways = types.names_of("way", WAYS)
-    one.add_argument("--ways", type=ways, default=tuple(WAYS), metavar="NAME,NAME")
+    ways = types.names_of("way", USUAL)
+    one.add_argument("--ways", type=ways, default=USUAL, metavar="NAME,NAME")
     one.add_argument("--rounds", type=types.positive, default=2)
     one.add_argument("--keep", action="store_true", help="leave the files for the next time")
     one.add_argument("--record", type=Path, help="docs/benchmarks/NAME.json, whose other rows stay")
