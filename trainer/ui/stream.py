@@ -36,9 +36,8 @@ MOST_STREAMS = 8
 _MARK_BYTES = 256
 _CHUNK_BYTES = 1 << 18
 _LOOK_SECONDS = 1.0
-_RESTING_LOOK_SECONDS = RESTING_SECONDS
-"""Time between two looks where nothing has changed for `_RESTS_AFTER_SECONDS`: an open tab costs nothing."""
 _RESTS_AFTER_SECONDS = 30.0
+"""Time without a change after which a tab is looked after every `RESTING_SECONDS`."""
 _ALIVE_SECONDS = 15.0
 _REST = 20
 """A part that took a while to render is not looked at again for this many times as long."""
@@ -181,7 +180,7 @@ async def events(
             yield b": alive\n\n"  # how a server learns that nobody is there
             told = time.monotonic()
         rests = time.monotonic() - moved > _RESTS_AFTER_SECONDS
-        await asyncio.sleep(until_next(_RESTING_LOOK_SECONDS if rests else _LOOK_SECONDS))
+        await asyncio.sleep(until_next(RESTING_SECONDS if rests else _LOOK_SECONDS))
 
 
 class _EventResponse(StreamingResponse):

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.container_files.k8s_files import K8S, combined, kubectl, pod_spec
+from tests.unit.container_files.k8s_files import combined, kubectl, pod_spec
 from tests.unit.container_files.k8s_rules import house, restricted
 from tests.unit.queue.clusters.fakes import client, request, words
 from trainer.errors import ConfigError
@@ -231,4 +231,3 @@ def test_the_overlays_job_is_taken(
     if "indexed-job" in chosen:
         names = [entry["name"] for entry in pod_spec(made)["containers"][0]["env"]]
         assert "JOB_NAME" in names
-    assert (K8S / "components/kueue").is_dir()

@@ -19,7 +19,6 @@ _OPEN_SHARE = 0.25
 class Stay:
     """The time that one job has a GPU."""
 
-    name: str
     start: int
     """Place on the line, from 0 to 100."""
     width: int
@@ -44,7 +43,6 @@ class Lane:
 
 @dataclass(frozen=True)
 class _Times:
-    name: str
     start: float
     end: float | None
     """Seconds from now; None where nobody knows."""
@@ -69,13 +67,13 @@ def _times(gpu: GpuUse, entries: Sequence[Entry]) -> Iterator[_Times]:
         if entry.seen.state in ALIVE and gpu.uuid in job.leases:
             held = True
             words = f"{job.name}, now{f', {entry.left}' if entry.left else ''}"
-            yield _Times(job.name, 0.0, entry.seconds_left, words)
+            yield _Times(0.0, entry.seconds_left, words)
         elif due is not None and gpu.uuid in due.gpus:
             end = None if job.seconds is None else due.seconds + job.seconds
             begins = f"in {due.words}" if due.seconds else "next"
-            yield _Times(job.name, due.seconds, end, f"{job.name}, {begins}")
+            yield _Times(due.seconds, end, f"{job.name}, {begins}")
     if gpu.use and not held:
-        yield _Times("another program", 0.0, None, gpu.use)
+        yield _Times(0.0, None, gpu.use)
 
 
 def _lane(gpu: GpuUse, times: Sequence[_Times], scale: float) -> Lane:
@@ -84,7 +82,7 @@ def _lane(gpu: GpuUse, times: Sequence[_Times], scale: float) -> Lane:
         start = min(_WIDTH, one.start * scale)
         width = _WIDTH - start if one.end is None else (one.end - one.start) * scale
         # whole parts of a hundred: the page is not another one every second
-        stays.append(Stay(name=one.name, start=round(start), width=max(1, round(width)), words=one.words))
+        stays.append(Stay(start=round(start), width=max(1, round(width)), words=one.words))
     ends = [one.end for one in times]
     if not ends:
         free = "free"
