@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import io
 import json
 import os
 import runpy
@@ -42,7 +43,7 @@ class Forked:
     def __init__(self, pid: int, stderr: int, ended: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self.stderr = stderr
+        self.stderr: io.FileIO | None = io.FileIO(stderr)
         self._ended = ended
 
     def poll(self) -> int | None:
@@ -62,13 +63,13 @@ class Forked:
     def communicate(self, timeout: float = 300.0) -> tuple[None, str]:
         """Read stderr to its end, then wait."""
         end, parts = time.monotonic() + timeout, []
-        while self.stderr >= 0:
+        while self.stderr is not None:
             if not select.select([self.stderr], [], [], max(0.0, end - time.monotonic()))[0]:
                 raise subprocess.TimeoutExpired("forked run", timeout)
-            parts.append(os.read(self.stderr, _MOST_BYTES))
+            parts.append(self.stderr.read(_MOST_BYTES))
             if not parts[-1]:
-                os.close(self.stderr)
-                self.stderr = -1
+                self.stderr.close()
+                self.stderr = None
         self.wait(max(0.0, end - time.monotonic()))
         return None, b"".join(parts).decode()
 
