@@ -61,7 +61,7 @@ def test_packed_rows_hold_what_the_epochs_hold(
     sampler = make_sampler(one.context, entries)
     seen = [len([sample for part in sampler.step(n) for sample in part]) for n in range(found)]
     assert sum(seen[:-1]) < epochs * 21 <= sum(seen)
-    assert one.said[0] == f"{epochs:g} epochs of 21 conversations are {found} steps"
+    assert one.said[0] == f"{epochs:g} epoch{'s' * (epochs > 1)} of 21 conversations are {found} steps"
     counts = Counter(sample.record for n in range(found) for part in sampler.step(n) for sample in part)
     wanted = {index: record.repeats * epochs for index, record in enumerate(one.samples.training)}
     # a sample may wait for room while one of the next epoch takes it
@@ -97,11 +97,19 @@ def test_a_run_of_pictures_ends_with_its_epochs_and_resumes(
     assert "train.num_train_epochs: 2.0 from here on, 1.0 before" in second.said
 
 
+def test_a_familys_own_warm_up_is_a_tenth_of_few_steps(workshop: Workshop, tmp_path: Path) -> None:
+    one = made(workshop, tmp_path, [(24, 1)], 2, "train.lr_warmup_steps=20")
+    train = with_steps(one.context, one.samples.training).config.train
+    steps = train.max_train_steps
+    assert 0 < steps < 20 and train.lr_warmup_steps == steps // 10
+    assert f"{steps} steps, of which the learning rate rises for {steps // 10} in place of 20" in one.said[0]
+
+
 def test_a_warm_up_that_is_as_long_as_the_run_is_refused(workshop: Workshop, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         workshop.job(
             PICTURES, tmp_path, *QUIET, "train.num_train_epochs=1", "train.lr_warmup_steps=4"
         ).train()
     (problem,) = caught.value.problems
-    assert re.search(r"lr_warmup_steps` is 4, and 1 epochs of 7 samples are 4 steps", problem.what)
+    assert re.search(r"lr_warmup_steps` is 4, and 1 epoch of 7 images are 4 steps", problem.what)
     assert problem.where == "train.num_train_epochs"

@@ -86,6 +86,8 @@ def suggest_key(path: KeyPath) -> str:
     del everywhere["name"]  # mostly another trainer's for the run's
     if path[-1] in dotted_keys():
         section, _, leaf = path[-1].partition(".")
+        if not leaf:
+            return f"write it outside of all sections, as `{section}: ...` at the beginning of a line"
         return f"nest it: `{section}:` on one line, `  {leaf}: ...` indented below it"
     if key in siblings:
         return f"write `{key}`"

@@ -54,7 +54,7 @@ def _row(found: Counted, config: RunConfig) -> Decision:
     else:
         kind, how, about = "images", "by their names", "" if found.exact else "about "
     if epochs is not None:
-        what = f"{epochs:g} epochs of {found.in_epoch} are {about}{steps} steps"
+        what = f"{epochs:g} epoch{'' if epochs == 1 else 's'} of {found.in_epoch} are {about}{steps} steps"
     elif found.tokens:
         what = f"{steps} steps are about {found.epochs(config, steps):.1f} epochs of {found.in_epoch}"
     else:

@@ -132,6 +132,9 @@ KEYS: dict[str, Bad] = {
     ),
     "key in capitals": added("train:\n  Seed: 1\n", ("c.yaml:9", "unknown key `train.Seed`", "write `seed`")),
     "dotted key": added("train.seed: 1\n", ("c.yaml:8", "unknown key `train.seed`", "nest it")),
+    "key of no section in one": added(
+        "lora:\n  output_dir: x\n", ("c.yaml:9", "unknown key `lora.output_dir`", "outside of all sections")
+    ),
     "misspelt section": added(
         "trian:\n  seed: 1\n", ("c.yaml:8", "unknown key `trian`", "did you mean `train`?")
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,20 @@ def test_the_highest_layer_says_the_length_and_it_is_told(
     assert length(loaded(tmp_path, steps, "train: {num_train_epochs: null}\n")) == (4, 1500)
     monkeypatch.delenv("TRAINER__TRAIN__NUM_TRAIN_EPOCHS")
     assert length(loaded(tmp_path, steps, "train: {num_train_epochs: null}\n")) == (None, 700)
+
+
+@pytest.mark.parametrize(("steps", "warm_up"), [(500, 20), (21, 20), (20, 2), (9, 0)])
+def test_a_familys_warm_up_never_refuses_a_run(tmp_path: Path, steps: int, warm_up: int) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("family: qwen3\ndata: {sets: [{chat_file: a.jsonl}]}\noutput_dir: out\n")
+    one = Layers([file], [f"train.max_train_steps={steps}"]).load()
+    assert one.config.train.lr_warmup_steps == warm_up
+    assert one.sources["train.lr_warmup_steps"].startswith("family qwen3")
+    # what somebody wrote stays, and is refused
+    for written in (warm_up + 1, steps):
+        asked = Layers([file], [f"train.max_train_steps={steps}", f"train.lr_warmup_steps={written}"])
+        with pytest.raises(ConfigError) if written >= steps else contextlib.nullcontext():
+            assert asked.load().config.train.lr_warmup_steps == written
 
 
 def test_what_is_written_loads_again(tmp_path: Path) -> None:

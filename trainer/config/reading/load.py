@@ -111,6 +111,7 @@ def from_layers(
     config, bad, wrong = validate(tree)
     problems, sources = [*problems, *unknown, *wrong], _sources(tree, config)
     if config is not None:
+        config, sources = _short_of_warm_up(config, sources, f"family {family}")
         context = Context(config=config, sources=sources, environ=environ, lora_presets=lora_presets or {})
         problems += check(RULES, context, bad)
     if problems:
@@ -157,6 +158,20 @@ def _others_pictures(config: RunConfig, source: str) -> list[str]:
         f" {folder} (validation.img_dir, {source}); --set validation.img_dir=null --set validation.held_out=4"
         " takes some of your own, and validation.prompts are what previews draw"
     ]
+
+
+def _short_of_warm_up(
+    config: RunConfig, sources: dict[str, str], default: str
+) -> tuple[RunConfig, dict[str, str]]:
+    """Both with a tenth of the steps as warm-up where the run is no longer than the family's own, whose source
+    is `default`: who writes a length alone is not refused for a value that they never wrote.
+    """
+    train, name = config.train, "train.lr_warmup_steps"
+    is_long = train.num_train_epochs is not None or train.lr_warmup_steps < train.max_train_steps
+    if is_long or sources[name] != default:
+        return config, sources
+    shorter = {name: train.max_train_steps // 10}
+    return changed(config, shorter), {**sources, name: f"{default}, in a short run"}
 
 
 def _trees(written: Sequence[layers.Layer]) -> list[Node]:

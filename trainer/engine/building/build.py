@@ -130,7 +130,7 @@ def _streamed(context: Context) -> Model:
     """The trained component, built on the meta device and filled shard by shard with a bar."""
     plan, family = context.plan, context.family
     shown = 0
-    with progress(100, f"loading {family.trained_component}, percent") as bar:
+    with progress(100, f"loading {family.trained_component or 'model'}, percent") as bar:
 
         def on_bytes(done: int, total: int) -> None:
             nonlocal shown

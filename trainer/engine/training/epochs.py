@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from trainer.config.schema import changed
 from trainer.data.records import Record
@@ -23,7 +24,7 @@ def with_steps(context: Context, records: Sequence[Record]) -> Context:
     """The context with the steps of `train.num_train_epochs` as its `train.max_train_steps`, which it tells;
     as it is where the length is written in steps. All ranks find the same.
 
-    Raises ConfigError where they are no more than the warm-up.
+    A family's own warm-up is a tenth of the steps where they are no more; another one raises ConfigError.
     """
     epochs, warm_up = context.config.train.num_train_epochs, context.config.train.lr_warmup_steps
     if epochs is None:
@@ -31,15 +32,20 @@ def with_steps(context: Context, records: Sequence[Record]) -> Context:
     in_epoch = sum(record.repeats for record in records)
     wanted = max(1, math.ceil(round(epochs * in_epoch, 6)))
     steps = _steps(context, records, wanted)
-    if warm_up >= steps:
-        length = f"{epochs:g} epochs of {in_epoch} samples are {steps} steps"
+    counted = f"{epochs:g} epoch" if epochs == 1 else f"{epochs:g} epochs"
+    length = f"{counted} of {in_epoch} {context.family.sample_kind}s are {steps} steps"
+    found: dict[str, Any] = {"train.max_train_steps": steps}
+    if warm_up >= steps and warm_up == context.family.defaults.get("train", {}).get("lr_warmup_steps"):
+        found["train.lr_warmup_steps"] = steps // 10
+        length += f", of which the learning rate rises for {steps // 10} in place of {warm_up}"
+    elif warm_up >= steps:
         raise ConfigError(
             f"`train.lr_warmup_steps` is {warm_up}, and {length}",
             where="train.num_train_epochs",
             remedy="a run must be longer than its warm-up: a tenth of the steps is plenty",
         )
-    context.say(f"{epochs:g} epochs of {in_epoch} {context.family.sample_kind}s are {steps} steps")
-    return dataclasses.replace(context, config=changed(context.config, {"train.max_train_steps": steps}))
+    context.say(length)
+    return dataclasses.replace(context, config=changed(context.config, found))
 
 
 def _steps(context: Context, records: Sequence[Record], wanted: int) -> int:
