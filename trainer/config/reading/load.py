@@ -163,8 +163,8 @@ def _others_pictures(config: RunConfig, source: str) -> list[str]:
 def _short_of_warm_up(
     config: RunConfig, sources: dict[str, str], default: str
 ) -> tuple[RunConfig, dict[str, str]]:
-    """Both with a tenth of the steps as warm-up where the run is no longer than the family's own, whose source
-    is `default`: who writes a length alone is not refused for a value that they never wrote.
+    """Both with a tenth of the steps as warm-up where the run is no longer than the family's own, whose
+    source is `default`: who writes a length alone is not refused for a value that they never wrote.
     """
     train, name = config.train, "train.lr_warmup_steps"
     is_long = train.num_train_epochs is not None or train.lr_warmup_steps < train.max_train_steps
