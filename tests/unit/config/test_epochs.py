@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -78,18 +77,40 @@ def test_the_highest_layer_says_the_length_and_it_is_told(
     assert length(loaded(tmp_path, steps, "train: {num_train_epochs: null}\n")) == (None, 700)
 
 
+WARM_UP = "train.lr_warmup_steps"
+
+
 @pytest.mark.parametrize(("steps", "warm_up"), [(500, 20), (21, 20), (20, 2), (9, 0)])
 def test_a_familys_warm_up_never_refuses_a_run(tmp_path: Path, steps: int, warm_up: int) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("family: qwen3\ndata: {sets: [{chat_file: a.jsonl}]}\noutput_dir: out\n")
     one = Layers([file], [f"train.max_train_steps={steps}"]).load()
     assert one.config.train.lr_warmup_steps == warm_up
-    assert one.sources["train.lr_warmup_steps"].startswith("family qwen3")
-    # what somebody wrote stays, and is refused
-    for written in (warm_up + 1, steps):
-        asked = Layers([file], [f"train.max_train_steps={steps}", f"train.lr_warmup_steps={written}"])
-        with pytest.raises(ConfigError) if written >= steps else contextlib.nullcontext():
-            assert asked.load().config.train.lr_warmup_steps == written
+    source = f"train.max_train_steps: {steps} (--set train.max_train_steps)"
+    told = [f"{source} makes {WARM_UP} {warm_up} in place of 20 (family qwen3)"]
+    assert list(one.notes) == (told if warm_up < 20 else [])
+
+
+def test_a_length_laid_over_a_file_shortens_its_warm_up(tmp_path: Path) -> None:
+    """So a trial of a few steps of a shipped file is one --set; what was written beside it is refused."""
+    file, steps = "train: {lr_warmup_steps: 50}\n", "train: {max_train_steps: 30}\n"
+    for one in (
+        loaded(tmp_path, file, steps),
+        loaded(tmp_path, file, overrides=("train.max_train_steps=30",)),
+        loaded(tmp_path, presets=("style",), overrides=("train.max_train_steps=30",)),
+    ):
+        assert one.config.train.lr_warmup_steps == 3
+        assert one.sources[WARM_UP] == "a tenth of train.max_train_steps"
+        assert any(f"makes {WARM_UP} 3 in place of" in note for note in one.notes)
+    together = "train: {max_train_steps: 30, lr_warmup_steps: 50}\n"
+    for texts, overrides in (
+        ((together,), ()),
+        ((steps, file), ()),
+        ((steps,), (f"{WARM_UP}=30",)),
+        ((), (f"{WARM_UP}=50", "train.max_train_steps=30")),
+    ):
+        with pytest.raises(ConfigError, match="longer than its warm-up"):
+            loaded(tmp_path, *texts, overrides=overrides)
 
 
 def test_what_is_written_loads_again(tmp_path: Path) -> None:

@@ -109,15 +109,17 @@ def from_layers(
     tree = Node(value=merge(defaults, user).value, source=empty.source)
 
     config, bad, wrong = validate(tree)
-    problems, sources = [*problems, *unknown, *wrong], _sources(tree, config)
+    problems, sources, shortened = [*problems, *unknown, *wrong], _sources(tree, config), list[str]()
     if config is not None:
-        config, sources = _short_of_warm_up(config, sources, f"family {family}")
+        above = [*([one] for one in _trees([*files, *chosen])), _trees(single)]
+        config, sources, shortened = _short_of_warm_up(config, sources, above)
         context = Context(config=config, sources=sources, environ=environ, lora_presets=lora_presets or {})
         problems += check(RULES, context, bad)
     if problems:
         raise ConfigError(_sorted(problems))
     assert config is not None
     notes = presets.told(given, from_files, sources, unused_keys(config))
+    notes += shortened
     notes += _replaced_length(_trees([*files, *chosen, *single]), config, sources)
     if others_pictures:
         notes += _others_pictures(config, sources["validation.img_dir"])
@@ -161,17 +163,33 @@ def _others_pictures(config: RunConfig, source: str) -> list[str]:
 
 
 def _short_of_warm_up(
-    config: RunConfig, sources: dict[str, str], default: str
-) -> tuple[RunConfig, dict[str, str]]:
-    """Both with a tenth of the steps as warm-up where the run is no longer than the family's own, whose
-    source is `default`: who writes a length alone is not refused for a value that they never wrote.
+    config: RunConfig, sources: dict[str, str], above: Sequence[Sequence[Node]]
+) -> tuple[RunConfig, dict[str, str], list[str]]:
+    """Both with a tenth of the steps as warm-up, and a note of it, where a run is made no longer than the
+    warm-up by a layer above the one that has that: `above` are the layers over the family's, lowest first.
+
+    A warm-up that was written beside the length, or over it, stays, and is refused.
     """
-    train, name = config.train, "train.lr_warmup_steps"
-    is_long = train.num_train_epochs is not None or train.lr_warmup_steps < train.max_train_steps
-    if is_long or sources[name] != default:
-        return config, sources
-    shorter = {name: train.max_train_steps // 10}
-    return changed(config, shorter), {**sources, name: f"{default}, in a short run"}
+    train, warm_up, length = config.train, "train.lr_warmup_steps", "train.max_train_steps"
+    places = [_highest(above, name) for name in (warm_up, length)]
+    if train.num_train_epochs is not None or train.lr_warmup_steps < train.max_train_steps:
+        return config, sources, []
+    if places[0] >= places[1]:
+        return config, sources, []
+    steps, old = train.max_train_steps // 10, sources[warm_up]
+    note = (
+        f"{length}: {train.max_train_steps} ({sources[length]}) makes {warm_up} {steps} in place of"
+        f" {train.lr_warmup_steps} ({old})"
+    )
+    return changed(config, {warm_up: steps}), {**sources, warm_up: f"a tenth of {length}"}, [note]
+
+
+def _highest(above: Sequence[Sequence[Node]], name: str) -> int:
+    """Place of the highest layer that has a value by this dotted name; -1 for none."""
+    path = tuple(name.split("."))
+    return max(
+        (number for number, trees in enumerate(above) if any(one.get(path) for one in trees)), default=-1
+    )
 
 
 def _trees(written: Sequence[layers.Layer]) -> list[Node]:
