@@ -46,7 +46,9 @@ class GivenPath(click.Path):
 
 
 class LoraFile(GivenPath):
-    """A LoRA's file, or the folder that a run leaves it in: that of PEFT, or one file for diffusers."""
+    """A LoRA's file, the folder that a run leaves it in (that of PEFT, or one file for diffusers), or the
+    run's own folder.
+    """
 
     def __init__(self) -> None:
         super().__init__(exists=True)
@@ -56,14 +58,19 @@ class LoraFile(GivenPath):
         path = super().convert(value, param, ctx)
         if not path.is_dir():
             return path
+        from trainer.telemetry.run_folder.results import LORA_FOLDER
+
+        folder = path / LORA_FOLDER if (path / LORA_FOLDER).is_dir() else path
         found = [
-            file for file in path.glob("*.safetensors") if not file.name.endswith(".comfyui.safetensors")
+            file for file in folder.glob("*.safetensors") if not file.name.endswith(".comfyui.safetensors")
         ]
         if len(found) != 1:
             from trainer.errors import ConfigError
 
             what = f"{path} is a folder with {len(found)} LoRA files"
-            raise ConfigError(what, where="LoRA", remedy="name the file, FOLDER/NAME.safetensors")
+            raise ConfigError(
+                what, where="LoRA", remedy="name the file, FOLDER/NAME.safetensors, or a run's folder"
+            )
         return found[0]
 
 

@@ -23,7 +23,9 @@ _FILE, _FOLDER = LoraFile(), GivenPath(exists=True, file_okay=False)
 @shown_below_options
 @click.command()
 @config_arguments
-@click.option("--lora", type=_FILE, help="LoRA file to load; the base model alone when not given.")
+@click.option(
+    "--lora", type=_FILE, help="LoRA to load, a file or a run's folder; the base model alone when not given."
+)
 @click.option("--model", "model", type=_FOLDER, help="A full fine-tune: its run's folder, or model/ in it.")
 @click.option("--before-after", is_flag=True, help="Draw each prompt with the base model alone too.")
 @click.option("--prompt", "prompts", multiple=True, help="Text to draw; the configuration's when not given.")
@@ -43,7 +45,7 @@ def sample(
     """Draw prompts with the base model and a LoRA, or a full fine-tune, through the family's own pipeline.
     \f
     Examples:
-      trainer sample my.yaml --lora runs/my-lora/lora/my-lora.safetensors --prompt "a red apple"
+      trainer sample my.yaml --lora runs/my-lora --prompt "a red apple"
       trainer sample my.yaml --lora my-lora.safetensors --before-after
       trainer sample my.yaml --model runs/my-model --before-after
       trainer sample my.yaml --prompt "a red apple" --prompt "a dog" --picture base.png

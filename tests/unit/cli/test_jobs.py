@@ -366,13 +366,14 @@ def test_jobs_and_probes_have_these_folders(
     assert "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR" in probed[0]
 
 
+@pytest.mark.parametrize("given", ["run", "run/lora"])
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "my-lora.safetensors"])
-def test_the_folder_that_a_run_leaves_a_lora_in_names_its_file(
-    name: str, seen: Seen, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_and_the_folder_that_it_leaves_a_lora_in_name_its_file(
+    name: str, given: str, seen: Seen, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "lora"
-    folder.mkdir()
-    words = ["sample", "c.yaml", "--prompt", "a cat", "--lora", str(folder)]
+    folder = tmp_path / "run" / "lora"
+    folder.mkdir(parents=True)
+    words = ["sample", "c.yaml", "--prompt", "a cat", "--lora", str(tmp_path / given)]
     assert main(words) == 78
     assert "is a folder with 0 LoRA files" in capsys.readouterr().err
     for file in (name, "my-lora.comfyui.safetensors"):
