@@ -76,7 +76,16 @@ def test_other_samples_on_one_host(start: Start, yard: Workshop, tmp_path: Path)
     caption.unlink()
     both = start_hosts(start, FIRST, tmp_path / "b", own=own)
     refused(both[1:], ExitCode.BAD_DATA, "the image has no caption")
-    refused(both[:1], ExitCode.PEER_LOST, "host 1 cannot start: the image has no caption (exit code 65)")
+    refused(both[:1], ExitCode.PEER_LOST, "host 1 could not start: the image has no caption (exit code 65)")
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_key_that_is_not_there_on_one_host(host: int, start: Start, tmp_path: Path) -> None:
+    """Told before that host has planned anything, whether it is where all meet or not."""
+    both = start_hosts(start, FIRST, tmp_path, own={host: ("lora.rnk=4",)})
+    refused([both[host]], ExitCode.BAD_CONFIG, "unknown key `lora.rnk`", ": told\n")
+    what = f"host {host} could not start: unknown key `lora.rnk` (exit code 78)"
+    refused([both[1 - host]], ExitCode.PEER_LOST, what)
 
 
 def test_one_number_twice_and_an_address_of_another_machine(start: Start, tmp_path: Path) -> None:
