@@ -129,7 +129,7 @@ class Ranks:
     def connect(self, device: str) -> None:
         """Send a few bytes between the devices of all ranks: what cannot is told now, not in the first step.
 
-        Raises HardwareError.
+        Raises HardwareError, and PeerLostError where it is another host that is lost meanwhile.
         """
         if self.size == 1 or device == "cpu":
             return
@@ -142,6 +142,8 @@ class Ranks:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
+            if self.lifeline is not None and self.lifeline.shows_loss():
+                raise PeerLostError(str(error)) from error
             raise _unconnected(f"the GPUs of this run cannot exchange data: {error}") from error
         if not right:
             raise _unconnected("what the GPUs of this run sent to each other did not arrive as it was sent")

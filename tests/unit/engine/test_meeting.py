@@ -15,7 +15,15 @@ from tests.e2e.conftest import free_port
 from trainer.engine.meeting import lifeline, meeting
 from trainer.engine.meeting.lifeline import Lifeline
 from trainer.engine.meeting.meeting import Meeting, announce, met
-from trainer.errors import ConfigError, LostError, StoppedError, TrainerError
+from trainer.engine.ranks import Ranks
+from trainer.errors import (
+    ConfigError,
+    HardwareError,
+    LostError,
+    PeerLostError,
+    StoppedError,
+    TrainerError,
+)
 
 SAME = {"the trainer": "1", "train.seed": "0"}
 
@@ -64,6 +72,10 @@ def test_a_host_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     (future,) = meet(place(1, free_port(), told))
     with pytest.raises(LostError, match=r"host 0 has not come within .*Connection refused"):
         future.result()
+    assert (
+        "for host 0 (Connection refused; if it has started there, look at TRAINER_MASTER: its name"
+        in told[-1]
+    )
 
 
 def test_a_host_that_cannot_start_tells_those_that_wait_and_host_0_is_heard_first() -> None:
@@ -277,3 +289,24 @@ def test_a_stop_here_waits_until_another_host_has_heard_it(
     monkeypatch.setattr(lifeline, "_HEARD_SECONDS", 0.3)
     store.words["alive 1"] = "9 0"
     begin(store, []).leave(stopped=True)  # nobody hears it
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_gpus_that_cannot_exchange_are_an_error_of_this_host_only_where_no_other_one_is_lost(
+    lost: bool, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both see the connection fail; the one that is there counts on meanwhile."""
+
+    def all_gather(*_: object) -> None:
+        raise RuntimeError("NCCL error: remote process exited or there was a network error")
+
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    monkeypatch.setattr(lifeline, "BEAT_SECONDS", 0.2)
+    store = Store()
+    line = begin(store, [])
+    time.sleep(0.3)
+    store.counting = not lost
+    ranks = Ranks(rank=0, size=3, hosts=3, lifeline=line)
+    with pytest.raises(PeerLostError if lost else HardwareError, match="remote process exited"):
+        ranks.connect("meta")
+    line.end()

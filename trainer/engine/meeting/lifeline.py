@@ -26,6 +26,8 @@ _GONE_SECONDS = 5.0
 """Time from a broken store to the end, in which this process itself may be at its end."""
 _HEARD_SECONDS = 10.0
 """Longest time in which other hosts hear that this one was asked to stop: two of their looks."""
+_MISSED = 1.6
+"""Distance from a rank's last count, in BEAT_SECONDS, at which one did not come."""
 _LEFT, _STOPPED = "left 1", "stopped 1"
 """Last words of a rank, in place of a count: it ends as all agreed, or it was asked to stop before that."""
 
@@ -103,6 +105,11 @@ class Lifeline:
             if now - self._answered > seconds:
                 return f"host 0, where the hosts meet, gave no answer for {now - self._answered:.0f} s"
         return ""
+
+    def shows_loss(self) -> bool:
+        """Wait for two counts of others, who may have the same error and count on; True if one is missing."""
+        time.sleep(2 * BEAT_SECONDS)
+        return bool(self.silent(_MISSED * BEAT_SECONDS))
 
     def _talk(self) -> None:
         others, count = [*self._moved], 0

@@ -23,7 +23,7 @@ from trainer.telemetry.status import BUDGET_SECONDS, Phase
 PATIENCE_SECONDS = BUDGET_SECONDS[Phase.LOAD]
 """Longest wait for hosts that have not come: all of them load meanwhile, which may take so long."""
 _TELL_SECONDS = 5.0
-_TELL_AGAIN_SECONDS = 60.0
+_TELL_AGAIN_SECONDS = 30.0
 _LOOK_SECONDS = 0.2
 _ANSWER_SECONDS = 10.0
 _TWICE_SECONDS = 3.0
