@@ -40,6 +40,7 @@ def test_two_hosts_give_the_bits_of_one(
     kept = "checkpoints/*/*"
     assert not different(files(first.run_dir, kept), files(straight.run_dir, kept))
     assert printed.count("Proved: ") == 1 and "Proved" not in other
+    assert "rank 1: the run is finished; what it made is on host 0" in other
     (row,) = [one for one in read_plan(first.run_dir)["decisions"] if one["feature"] == "link"]
     assert row["value"].endswith(" GB/s") and "32 MiB between 2 hosts, by lo" in row["reason"]
     assert ("name the fast interface" in row["reason"]) == (float(row["value"].split()[0]) < 2)

@@ -21,6 +21,7 @@ from trainer.telemetry.status import BUDGET_SECONDS, Phase
 from trainer.telemetry.stop import die_with_parent
 
 _LOOK_SECONDS = 1.0
+_TELL_AGAIN_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +69,19 @@ def place_of_start() -> Place:
 
 def _known(found: Hosts) -> str:
     """The address of host 0, as numbers. Raises ConfigError where its name stays unknown."""
-    patience, began, told = BUDGET_SECONDS[Phase.LOAD], time.monotonic(), False
+    patience, began, told = BUDGET_SECONDS[Phase.LOAD], time.monotonic(), -_TELL_AGAIN_SECONDS
     while True:
         try:
             return network.address_of(found.address, found.port)
         except OSError as error:
             what = f'"{found.address}" is not known here: {error.strerror}'
-        if time.monotonic() - began > patience:
+        waited = time.monotonic() - began
+        if waited > patience:
             remedy = "write the name or address of host 0, as this machine knows it"
             raise ConfigError(what, where=found.master_source, remedy=remedy)
-        if not told:
+        if waited - told >= _TELL_AGAIN_SECONDS:
             say(f"{found.master_source}: {what}; waiting for it up to {patience / 60:.0f} minutes", err=True)
-            told = True
+            told = waited
         time.sleep(_LOOK_SECONDS)
 
 

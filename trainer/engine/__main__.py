@@ -191,6 +191,8 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
                 tell=tell,
             )
             run.do(context, samples, spec)
+            if spec.mode == "train" and ranks.speaks and not ranks.first:  # that host has said nothing so far
+                tell("the run is finished; what it made is on host 0")
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             if plan.in_rows and isinstance(error, RuntimeError) and is_lost_connection(error):

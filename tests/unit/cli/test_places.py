@@ -42,6 +42,10 @@ def test_a_name_that_stays_unknown_is_told_and_then_an_error(
     with pytest.raises(ConfigError, match=r'"no-such-host\.invalid" is not known here'):
         places._known(unknown)
     assert capsys.readouterr().err.count("waiting for it") == 1
+    monkeypatch.setattr(places, "_TELL_AGAIN_SECONDS", 0.5)
+    with pytest.raises(ConfigError):
+        places._known(unknown)
+    assert capsys.readouterr().err.count("waiting for it") > 1
 
 
 def test_host_0_must_have_the_address_at_which_all_meet() -> None:

@@ -28,11 +28,9 @@ def end_of(store: Any, host: int) -> TrainerError | None:
     code, what = told if _CODE.fullmatch(told) else "unknown", one_line(what)[:_LONGEST]
     if code == str(int(ExitCode.STOPPED)):
         what = f"host {host} was asked to stop before the hosts had met"
-        return StoppedError(
-            what, where=f"host {host}", remedy="start the same command again on all hosts to go on"
-        )
+        return StoppedError(what, remedy="start the same command again on all hosts to go on")
     what = f"host {host} could not start: {what} (exit code {code})"
-    return LostError(what, where=f"host {host}", remedy="see what it says there, and start all again")
+    return LostError(what, remedy="see what it says there, and start all again")
 
 
 def await_heard(store: Any, hosts: Sequence[int], seconds: float) -> bool:
