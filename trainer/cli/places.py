@@ -22,6 +22,8 @@ from trainer.telemetry.stop import die_with_parent
 
 _LOOK_SECONDS = 1.0
 _TELL_AGAIN_SECONDS = 60.0
+_OF_THIS_MACHINE = ("127.0.0.1", "::1")
+"""Addresses that programs of a machine use, as hosts of a trial do; Debian gives its own name 127.0.1.1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,9 @@ def _known(found: Hosts) -> str:
 
 
 def _require_own(found: Hosts, address: str) -> None:
-    """Raise ConfigError where this is host 0 and the others would look for it elsewhere."""
+    """Raise ConfigError where this is host 0 and the others would look for it elsewhere, or by its own name
+    it would go by an address that they cannot reach.
+    """
     if found.number == 0 and not network.is_own(address):
         also = "" if address == found.address else f", which is {address}"
         raise ConfigError(
@@ -95,6 +99,14 @@ def _require_own(found: Hosts, address: str) -> None:
             remedy="name one of its own addresses that the others reach (`ip address` shows them); behind a"
             " bridge with forwarded ports they do not: give the container the host's network",
         )
+    if found.number or not network.is_loopback(address) or address == found.address:
+        return
+    what = f"this is host 0, and {found.address} is {address} here, which only programs on this machine reach"
+    if address not in _OF_THIS_MACHINE:
+        remedy = "write its address on the network of the hosts, or take that line out of its /etc/hosts"
+        raise ConfigError(what, where=found.master_source, remedy=remedy)
+    if found.address != "localhost":
+        say(f"warning: {found.master_source}: {what}", err=True)
 
 
 def stop_before_start(launch: Launch) -> None:
