@@ -22,6 +22,7 @@ from trainer.telemetry.stop import die_with_parent
 
 _LOOK_SECONDS = 1.0
 _TELL_AGAIN_SECONDS = 60.0
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 _OF_THIS_MACHINE = ("127.0.0.1", "::1")
 """Addresses that programs of a machine use, as hosts of a trial do; Debian gives its own name 127.0.1.1."""
 
@@ -101,9 +102,14 @@ def _require_own(found: Hosts, address: str) -> None:
         )
     if found.number or not network.is_loopback(address) or address == found.address:
         return
+    if environment.read(_INTERFACE):  # it does not follow from the name then
+        return
     what = f"this is host 0, and {found.address} is {address} here, which only programs on this machine reach"
     if address not in _OF_THIS_MACHINE:
-        remedy = "write its address on the network of the hosts, or take that line out of its /etc/hosts"
+        remedy = (
+            "write its address on the network of the hosts, take that line out of its /etc/hosts, or name the"
+            f" interface of that network in {_INTERFACE} and NCCL_SOCKET_IFNAME"
+        )
         raise ConfigError(what, where=found.master_source, remedy=remedy)
     if found.address != "localhost":
         say(f"warning: {found.master_source}: {what}", err=True)

@@ -57,10 +57,11 @@ def test_host_0_must_have_the_address_at_which_all_meet() -> None:
 
 
 def test_a_name_of_host_0_that_is_a_loopback_address_there_reaches_nobody(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Debian and Ubuntu write the machine's own name beside 127.0.1.1; the others have its real address."""
     named = {"count": 2, "address": "spark-1", "master_source": "TRAINER_MASTER"}
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with pytest.raises(
         ConfigError, match=r"spark-1 is 127\.0\.1\.1 here, which only programs on this machine"
     ):
@@ -71,6 +72,8 @@ def test_a_name_of_host_0_that_is_a_loopback_address_there_reaches_nobody(
     assert capsys.readouterr().err == ""
     places._require_own(Hosts(number=0, **named), "127.0.0.1")
     assert "warning: TRAINER_MASTER: this is host 0, and spark-1 is 127.0.0.1 here" in capsys.readouterr().err
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    places._require_own(Hosts(number=0, **named), "127.0.1.1")
 
 
 def test_the_plan_of_a_host_is_shown(

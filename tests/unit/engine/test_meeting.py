@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.e2e.conftest import free_port
+from tests.e2e.hosts import meeting_port
 from trainer.engine.meeting import lifeline, meeting
 from trainer.engine.meeting.lifeline import Lifeline
 from trainer.engine.meeting.meeting import Meeting, announce, met
@@ -42,14 +42,14 @@ def meet(*places: Meeting, size: int = 2) -> list[Future[Any]]:
 
 
 def test_equal_hosts_meet_at_one_store() -> None:
-    port, told = free_port(), list[str]()
+    port, told = meeting_port(), list[str]()
     stores = [future.result() for future in meet(place(0, port, told), place(1, port, told))]
     stores[1].set("word", "from host 1")
     assert stores[0].get("word") == b"from host 1"
 
 
 def test_what_differs_is_told_on_both() -> None:
-    port, told = free_port(), list[str]()
+    port, told = meeting_port(), list[str]()
     other = {**SAME, "train.seed": "1", "more": "2"}
     for future, words in zip(
         meet(place(0, port, told), place(1, port, told, other)),
@@ -64,12 +64,12 @@ def test_what_differs_is_told_on_both() -> None:
 def test_a_host_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "PATIENCE_SECONDS", 1.5)
     monkeypatch.setattr(meeting, "_TELL_SECONDS", 0.3)
-    port, told = free_port(), list[str]()
+    port, told = meeting_port(), list[str]()
     (future,) = meet(place(0, port, told, hosts=3), size=3)
     with pytest.raises(LostError, match="host 1 and host 2 have not come within"):
         future.result()
     assert told[0] == f"waiting at 127.0.0.1:{port} for host 1 and host 2"
-    (future,) = meet(place(1, free_port(), told))
+    (future,) = meet(place(1, meeting_port(), told))
     with pytest.raises(LostError, match=r"host 0 has not come within .*Connection refused"):
         future.result()
     assert (
@@ -80,7 +80,7 @@ def test_a_host_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_host_that_cannot_start_tells_those_that_wait_and_host_0_is_heard_first() -> None:
     """Host 0 has the store: it stays until host 1, which waits too, has read what ends them."""
-    port, told = free_port(), list[str]()
+    port, told = meeting_port(), list[str]()
     with ThreadPoolExecutor(3) as pool:
         saying = pool.submit(announce, place(2, port, told, hosts=3), 78, "a typo\x1b[2J", 10.0)
         time.sleep(0.5)  # host 0 is not there yet
@@ -97,18 +97,18 @@ def test_a_host_that_cannot_start_tells_those_that_wait_and_host_0_is_heard_firs
 
 
 def test_host_0_that_cannot_start_waits_for_those_that_come() -> None:
-    port, told = free_port(), list[str]()
+    port, told = meeting_port(), list[str]()
     with ThreadPoolExecutor(2) as pool:
         saying = pool.submit(announce, place(0, port, told), 65, "no captions", 10.0)
         with pytest.raises(LostError, match=r"host 0 could not start: no captions \(exit code 65\)"):
             pool.submit(met, place(1, port, told), 1, 2, lambda: None).result()
         assert saying.result()
-    assert not announce(place(0, free_port(), told), 65, "no captions", 0.3)  # nobody came
-    assert not announce(place(1, free_port(), told), 65, "no captions", 0.3)
+    assert not announce(place(0, meeting_port(), told), 65, "no captions", 0.3)  # nobody came
+    assert not announce(place(1, meeting_port(), told), 65, "no captions", 0.3)
 
 
 def test_two_hosts_with_one_fault_do_not_wait_for_each_other() -> None:
-    port, told = free_port(), list[str]()
+    port, told = meeting_port(), list[str]()
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(announce, place(host, port, told), 78, "a typo", 30.0) for host in (0, 1)]
         assert [future.result() for future in both] == [True, True]
@@ -116,7 +116,7 @@ def test_two_hosts_with_one_fault_do_not_wait_for_each_other() -> None:
 
 def test_a_second_start_that_fails_does_not_end_the_first_one() -> None:
     """Its runtime folder is the first one's, so that it is refused."""
-    port, told, ended = free_port(), list[str](), threading.Event()
+    port, told, ended = meeting_port(), list[str](), threading.Event()
 
     def look() -> None:
         if ended.is_set():
@@ -135,7 +135,7 @@ def test_a_second_start_that_fails_does_not_end_the_first_one() -> None:
 
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_stop_while_hosts_wait_stops_all_that_are_there(asked: int) -> None:
-    port, told, ended = free_port(), list[str](), threading.Event()
+    port, told, ended = meeting_port(), list[str](), threading.Event()
 
     def look() -> None:
         if ended.is_set():
@@ -162,7 +162,7 @@ def test_a_wait_ends_where_it_was_asked_to() -> None:
         raise AskedError
 
     with pytest.raises(AskedError):
-        met(place(1, free_port(), []), 1, 2, look)
+        met(place(1, meeting_port(), []), 1, 2, look)
 
 
 class Store:
