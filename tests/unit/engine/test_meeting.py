@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -76,6 +77,25 @@ def test_a_host_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         "for host 0 (Connection refused; if it has started there, look at TRAINER_MASTER: its name"
         in told[-1]
     )
+
+
+@pytest.mark.parametrize(("gone", "error"), [(False, ConfigError), (True, LostError)])
+def test_a_host_0_that_ends_while_one_connects_is_waited_for(
+    gone: bool, error: type[TrainerError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what goes on to answer without being a store is another program."""
+    monkeypatch.setattr(meeting, "PATIENCE_SECONDS", 1.0)
+    port = meeting_port()
+    with socket.create_server(("127.0.0.1", port)) as server:
+
+        def connected(_: Meeting) -> None:
+            if gone:
+                server.close()
+            raise RuntimeError("Connection reset by peer")
+
+        monkeypatch.setattr(meeting, "connected", connected)
+        with pytest.raises(error):
+            met(place(1, port, []), 1, 2, lambda: None)
 
 
 def test_a_host_that_cannot_start_tells_those_that_wait_and_host_0_is_heard_first() -> None:

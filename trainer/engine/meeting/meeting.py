@@ -167,6 +167,8 @@ def _reach(meeting: Meeting, waits: _Waiting) -> Any:
         try:
             return connected(meeting)
         except RuntimeError as error:
+            if not _answers(meeting):  # it ended meanwhile, and may start again
+                continue
             raise ConfigError(
                 f"what answers at {meeting.place} is no trainer that waits for others: {error}",
                 where="TRAINER_MASTER",
