@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -199,6 +200,7 @@ def _become(words: Sequence[str], environ: Mapping[str, str], kept: Sequence[int
     os.environ.update(environ)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     gc.set_threshold(700, 10, 10)
+    vars(weakref.finalize)["_registry"].clear()  # temporary folders of the supervisor are not this process's
     module, arguments = words[words.index("-m") + 1], list(words[words.index("-m") + 2 :])
     sys.argv = [module, *arguments]
     code = 1

@@ -14,7 +14,7 @@ from tests.contract.runs import LORA_CASES, Case, different, files, numbers, pro
 from tests.e2e.conftest import Process, Start
 from tests.e2e.hosts import start_hosts
 from tests.e2e.test_interruptions import require_equal
-from tests.e2e.test_ranks import TWO, ended
+from tests.e2e.test_ranks import MOMENTS, TWO, ended
 from tests.e2e.test_rows import FULL, SURE, require_as_one
 from trainer.errors import ExitCode
 from trainer.telemetry.status import Phase
@@ -40,6 +40,7 @@ def test_two_hosts_give_the_bits_of_one(
     kept = "checkpoints/*/*"
     assert not different(files(first.run_dir, kept), files(straight.run_dir, kept))
     assert printed.count("Proved: ") == 1 and "Proved" not in other
+    assert "rank 1: the run is finished; what it made is on host 0" in other
     (row,) = [one for one in read_plan(first.run_dir)["decisions"] if one["feature"] == "link"]
     assert row["value"].endswith(" GB/s") and "32 MiB between 2 hosts, by lo" in row["reason"]
     assert ("name the fast interface" in row["reason"]) == (float(row["value"].split()[0]) < 2)
@@ -119,3 +120,23 @@ def test_hosts_with_folders_of_their_own_stop_together_and_go_on_on_one_and_on_t
     require_equal(again[0].run_dir, uninterrupted(FIRST).run_dir)
     assert steps_saved(again[1].run_dir) == [saved]
     assert not (again[1].run_dir / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_stop_of_one_host_before_training_is_a_stop_of_all(
+    asked: int, start: Start, tmp_path: Path
+) -> None:
+    """While both encode, each what the other one waits for."""
+    slow, is_there = MOMENTS["cache"]
+    knobs = {host: {"patch": slow} for host in (0, 1)}
+    both = start_hosts(start, FIRST, tmp_path, knobs=knobs, cache=tmp_path / "cache")
+    both[0].wait_until(lambda: (found := both[0].status()) is not None and is_there(found))
+    both[asked].popen.send_signal(signal.SIGTERM)
+    words = ["stopped on request", f"host {asked} was asked to stop"]
+    for host, process in enumerate(both):
+        code, errors = process.end()
+        assert code == ExitCode.STOPPED, errors
+        assert words[host != asked] in errors and "Traceback" not in errors
+        status = process.status()
+        assert status is not None and status.exit_code == ExitCode.STOPPED

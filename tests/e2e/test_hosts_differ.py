@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.contract.runs import LORA_CASES, Workshop
-from tests.e2e.conftest import Process, Start, free_port
-from tests.e2e.hosts import start_hosts
+from tests.e2e.conftest import Process, Start
+from tests.e2e.hosts import meeting_port, start_hosts
 from trainer.errors import ExitCode
 
 FIRST = LORA_CASES[0]
@@ -76,22 +76,30 @@ def test_other_samples_on_one_host(start: Start, yard: Workshop, tmp_path: Path)
     caption.unlink()
     both = start_hosts(start, FIRST, tmp_path / "b", own=own)
     refused(both[1:], ExitCode.BAD_DATA, "the image has no caption")
-    refused(both[:1], ExitCode.PEER_LOST, "host 1 cannot start: the image has no caption (exit code 65)")
+    refused(both[:1], ExitCode.PEER_LOST, "host 1 could not start: the image has no caption (exit code 65)")
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_key_that_is_not_there_on_one_host(host: int, start: Start, tmp_path: Path) -> None:
+    """Told before that host has planned anything, whether it is where all meet or not."""
+    both = start_hosts(start, FIRST, tmp_path, own={host: ("lora.rnk=4",)})
+    refused([both[host]], ExitCode.BAD_CONFIG, "unknown key `lora.rnk`", ": told\n")
+    what = f"host {host} could not start: unknown key `lora.rnk` (exit code 78)"
+    refused([both[1 - host]], ExitCode.PEER_LOST, what)
 
 
 def test_one_number_twice_and_an_address_of_another_machine(start: Start, tmp_path: Path) -> None:
     """The second host 1 is refused while the first one waits; a host 0 elsewhere before it plans."""
-    port = free_port()
+    port = meeting_port()
     first = start_hosts(start, FIRST, tmp_path / "a", *SIX, count=3, only=[0, 1], port=port)
     first[1].wait_until(lambda: (found := first[1].status()) is not None and found.waits)
     (twice,) = start_hosts(start, FIRST, tmp_path / "b", *SIX, count=3, only=[1], port=port)
     refused([twice], ExitCode.BAD_CONFIG, "another machine or start says that it is host 1 too")
     for process in first:
         process.popen.send_signal(signal.SIGTERM)
-    ends = [process.end() for process in first]
-    assert ends[0][0] == ExitCode.STOPPED, ends[0][1]
-    # the store may be gone before it looks at the signal
-    assert ends[1][0] in (ExitCode.STOPPED, ExitCode.PEER_LOST), ends[1][1]
+    for process in first:
+        code, errors = process.end()
+        assert code == ExitCode.STOPPED, errors
     place = {0: {"TRAINER_MASTER": "203.0.113.7:29400"}}
     (elsewhere,) = start_hosts(start, FIRST, tmp_path / "c", only=[0], variables=place)
     refused([elsewhere], ExitCode.BAD_CONFIG, "203.0.113.7 is no address of this machine")

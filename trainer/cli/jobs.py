@@ -10,15 +10,17 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from trainer.cli.elsewhere import tell_end
 from trainer.cli.output import print_error, say, wants_json
 from trainer.cli.targets import nearest, require_writable_folder
 from trainer.config import environment, launchers
-from trainer.config.hosts import ONE
+from trainer.config.hosts import ONE, Hosts
 from trainer.config.interpreter import python, with_safe_path
 from trainer.config.launchers import Launch
 from trainer.config.reading.load import Loaded
+from trainer.config.schema import RunConfig
 from trainer.engine.spec import SPEC_FILE, Job, Mode, Spec, read_spec, write_spec
-from trainer.errors import ConfigError, ExitCode, HardwareError, Problem
+from trainer.errors import ConfigError, ExitCode, HardwareError, Problem, meaning
 from trainer.files import codec
 from trainer.machine.facts import Facts
 from trainer.planning import planning
@@ -57,35 +59,24 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
     writes = job.mode == "train" and hosts.number == 0  # the run's folder is that of host 0
     receiver = webhook.configured() if writes else None
 
+    problems: list[Problem] = []
+
     def on_end(exit_code: int, cause: str) -> None:
+        problems.extend(ending.problems_of(runtime_dir, exit_code, cause))
         if writes:
             ending.record_and_tell(loaded.config.output_dir, runtime_dir, receiver, exit_code, cause)
         if exit_code and wants_json():
-            print_error(exit_code, ending.problems_of(runtime_dir, exit_code, cause))
+            print_error(exit_code, problems)
 
     if not shares:
         launch.require_one(job.mode)
         plan, hosts = plan.of_one_process, ONE
-    first_rank = hosts.number * plan.ranks_here
     with job_folder(shared, job.mode, launch.name) as folder:
         runtime_dir = shared if shares else folder
-        spec = Spec(
-            **vars(job),
-            config=loaded.config.model_dump(),
-            plan_text=codec.to_json(plan),
-            runtime_dir=str(runtime_dir),
-            cache_dir=str(environment.cache_dir(loaded.config)),
-            supervisor_pid=os.getpid(),
-            meeting_place=str(folder / "meeting"),
-            hosts=hosts.count,
-            host=hosts.number,
-            first_rank=first_rank,
-            master=hosts.address,
-            port=hosts.port,
-        )
+        spec = _spec(loaded.config, plan, job, hosts, runtime_dir=runtime_dir, folder=folder)
         write_spec(spec, folder / SPEC_FILE)
-        environments = rank_environments(child_environment(plan, facts), plan, first_rank)
-        return supervisor.supervise(
+        environments = rank_environments(child_environment(plan, facts), plan, spec.first_rank)
+        code = supervisor.supervise(
             python("-m", "trainer.engine", str(folder / SPEC_FILE)),
             environments=environments[:1] if launch.name else environments,
             ranks=len(environments),
@@ -95,8 +86,29 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
             unified_memory=any(gpu.integrated for gpu in facts.gpus),
             on_ready=(folder / _READY_FILE).touch,
             on_end=on_end,
-            among=supervisor.Among(first_rank=first_rank, elsewhere=hosts.several),
+            among=supervisor.Among(first_rank=spec.first_rank, elsewhere=hosts.several),
         )
+        if code and not spec.came_file.exists():
+            tell_end(hosts, code, problems[0].what if problems else meaning(code))
+        return code
+
+
+def _spec(config: RunConfig, plan: Plan, job: Job, hosts: Hosts, *, runtime_dir: Path, folder: Path) -> Spec:
+    """The job as the training process gets it, whose own files are in `folder`."""
+    return Spec(
+        **vars(job),
+        config=config.model_dump(),
+        plan_text=codec.to_json(plan),
+        runtime_dir=str(runtime_dir),
+        cache_dir=str(environment.cache_dir(config)),
+        supervisor_pid=os.getpid(),
+        meeting_place=str(folder / "meeting"),
+        hosts=hosts.count,
+        host=hosts.number,
+        first_rank=hosts.number * plan.ranks_here,
+        master=hosts.address,
+        port=hosts.port,
+    )
 
 
 def follow_job(launch: Launch, mode: Mode) -> int:

@@ -21,6 +21,10 @@ from trainer.telemetry.status import BUDGET_SECONDS, Phase
 from trainer.telemetry.stop import die_with_parent
 
 _LOOK_SECONDS = 1.0
+_TELL_AGAIN_SECONDS = 60.0
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_OF_THIS_MACHINE = ("127.0.0.1", "::1")
+"""Addresses that programs of a machine use, as hosts of a trial do; Debian gives its own name 127.0.1.1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,23 +72,26 @@ def place_of_start() -> Place:
 
 def _known(found: Hosts) -> str:
     """The address of host 0, as numbers. Raises ConfigError where its name stays unknown."""
-    patience, began, told = BUDGET_SECONDS[Phase.LOAD], time.monotonic(), False
+    patience, began, told = BUDGET_SECONDS[Phase.LOAD], time.monotonic(), -_TELL_AGAIN_SECONDS
     while True:
         try:
             return network.address_of(found.address, found.port)
         except OSError as error:
             what = f'"{found.address}" is not known here: {error.strerror}'
-        if time.monotonic() - began > patience:
+        waited = time.monotonic() - began
+        if waited > patience:
             remedy = "write the name or address of host 0, as this machine knows it"
             raise ConfigError(what, where=found.master_source, remedy=remedy)
-        if not told:
+        if waited - told >= _TELL_AGAIN_SECONDS:
             say(f"{found.master_source}: {what}; waiting for it up to {patience / 60:.0f} minutes", err=True)
-            told = True
+            told = waited
         time.sleep(_LOOK_SECONDS)
 
 
 def _require_own(found: Hosts, address: str) -> None:
-    """Raise ConfigError where this is host 0 and the others would look for it elsewhere."""
+    """Raise ConfigError where this is host 0 and the others would look for it elsewhere, or by its own name
+    it would go by an address that they cannot reach.
+    """
     if found.number == 0 and not network.is_own(address):
         also = "" if address == found.address else f", which is {address}"
         raise ConfigError(
@@ -93,6 +100,19 @@ def _require_own(found: Hosts, address: str) -> None:
             remedy="name one of its own addresses that the others reach (`ip address` shows them); behind a"
             " bridge with forwarded ports they do not: give the container the host's network",
         )
+    if found.number or not network.is_loopback(address) or address == found.address:
+        return
+    if environment.read(_INTERFACE):  # it does not follow from the name then
+        return
+    what = f"this is host 0, and {found.address} is {address} here, which only programs on this machine reach"
+    if address not in _OF_THIS_MACHINE:
+        remedy = (
+            "write its address on the network of the hosts, take that line out of its /etc/hosts, or name the"
+            f" interface of that network in {_INTERFACE} and NCCL_SOCKET_IFNAME"
+        )
+        raise ConfigError(what, where=found.master_source, remedy=remedy)
+    if found.address != "localhost":
+        say(f"warning: {found.master_source}: {what}", err=True)
 
 
 def stop_before_start(launch: Launch) -> None:

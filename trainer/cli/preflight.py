@@ -11,12 +11,17 @@ import click
 from trainer.cli.output import say, shown_below_options
 
 if TYPE_CHECKING:
+    from trainer.cli.places import Place
     from trainer.config.reading.load import Loaded
+    from trainer.errors import TrainerError
 
 ON_MACHINE = frozenset({"train", "cache", "sample", "verify-lora"})
 """Commands that compute; with a configuration they have a plan, whose environment their children get."""
 IN_CONTAINER = ON_MACHINE | {"fetch", "merge"}
 """Commands whose mounts and folders are checked; others need nothing of their machine but `_own_folder`."""
+
+TOGETHER = frozenset({"train", "cache"})
+"""Commands that several hosts do together."""
 
 
 @shown_below_options
@@ -31,10 +36,38 @@ def preflight(words: tuple[str, ...]) -> int:
       trainer preflight train my.yaml --output /output/my-lora
       trainer preflight -- "$@" && exec trainer "$@"
     """
-    own = None if "--help" in words else _own_folder(words)
-    if own is None and (not words or words[0] not in IN_CONTAINER or "--help" in words):
+    from trainer.cli.elsewhere import tell_end, telling
+
+    place = _place(words)
+    with telling(place.hosts):
+        errors = _judged(words, place)
+    if not errors:
         return 0
     from trainer.cli.errors import error_text
+
+    for error in errors:
+        click.echo(error_text(error), err=True)
+    tell_end(place.hosts, errors[0].exit_code, errors[0].problems[0].what)
+    return errors[0].exit_code
+
+
+def _place(words: Sequence[str]) -> Place:
+    """The place of the command, where it is one that several hosts do together. Raises ConfigError."""
+    from trainer.cli.places import Place
+    from trainer.config import environment, hosts, launchers
+
+    if not words or words[0] not in TOGETHER or "--help" in words:
+        return Place(launch=launchers.Launch(), hosts=hosts.ONE)
+    environ = environment.snapshot()
+    launch = launchers.found(environ)
+    return Place(launch=launch, hosts=hosts.found(environ, launched=bool(launch.source)))
+
+
+def _judged(words: Sequence[str], place: Place) -> Sequence[TrainerError]:
+    """Errors of the machine, the mounts and the folders; warnings are printed. Raises those of the plan."""
+    own = None if "--help" in words else _own_folder(words)
+    if own is None and (not words or words[0] not in IN_CONTAINER or "--help" in words):
+        return ()
     from trainer.cli.surroundings import command_judged, folder_judged
     from trainer.container.preflight import warnings
     from trainer.planning.planning import plan_run, requested_profile
@@ -45,18 +78,17 @@ def preflight(words: tuple[str, ...]) -> int:
     else:
         loaded = _loaded(words[0], words[1:])
         if loaded is None and words[0] != "verify-lora":
-            return 0  # the command itself says how it is called
+            return ()  # the command itself says how it is called
+        loaded = None if loaded is None else place.reconciled(loaded)
         on_machine = words[0] in ON_MACHINE and loaded is not None
         facts, errors, surroundings = command_judged(words[0], words, loaded, on_machine=on_machine)
-    for error in errors:
-        click.echo(error_text(error), err=True)
     if errors:
-        return errors[0].exit_code
+        return errors
     for warning in warnings(surroundings):
         say(f"warning: {warning}", err=True)
     if facts is not None and loaded is not None:
         plan_run(loaded, facts, requested_profile())
-    return 0
+    return ()
 
 
 def _own_folder(words: Sequence[str]) -> Path | None:

@@ -25,6 +25,7 @@ def train(layers: Layers, no_probe: bool, share_gpu: bool) -> int:
 
     The same command again resumes a run that was stopped. SIGTERM and Ctrl-C save first.
     """
+    from trainer.cli.elsewhere import telling
     from trainer.cli.jobs import (
         follow_job,
         require_free_memory,
@@ -46,18 +47,19 @@ def train(layers: Layers, no_probe: bool, share_gpu: bool) -> int:
     place = place_of_start()
     if place.launch.rank:
         return follow_job(place.launch, "train")
-    require_dataset(layers.dataset)
-    loaded = with_epochs(continued(place.reconciled(layers.load())))
-    port = environment.metrics_port()
-    require_startable(loaded, port=port, writes_run=True)
-    facts, plan = planned(loaded, probe=not no_probe)
-    plan = with_scoring(with_data(plan, loaded.config), loaded)
-    say(plan_text(plan), err=True)  # stdout belongs to results
-    order = visible_uuids() if plan.device == "cuda" else ()
-    uuids = [order[place] for place in plan.devices if place < len(order)]
-    with kept_from_queue(uuids, share=share_gpu, tell=functools.partial(say, err=True)):
-        require_free_memory(plan, facts)
-        return run_job(loaded, facts, plan, Job(mode="train"), port=port)
+    with telling(place.hosts):
+        require_dataset(layers.dataset)
+        loaded = with_epochs(continued(place.reconciled(layers.load())))
+        port = environment.metrics_port()
+        require_startable(loaded, port=port, writes_run=True)
+        facts, plan = planned(loaded, probe=not no_probe)
+        plan = with_scoring(with_data(plan, loaded.config), loaded)
+        say(plan_text(plan), err=True)  # stdout belongs to results
+        order = visible_uuids() if plan.device == "cuda" else ()
+        uuids = [order[place] for place in plan.devices if place < len(order)]
+        with kept_from_queue(uuids, share=share_gpu, tell=functools.partial(say, err=True)):
+            require_free_memory(plan, facts)
+            return run_job(loaded, facts, plan, Job(mode="train"), port=port)
 
 
 @shown_below_options
@@ -78,6 +80,7 @@ def cache(layers: Layers, verify: bool, prune: bool, import_pt: Path | None) -> 
       trainer cache my.yaml
       trainer cache my.yaml --verify --prune
     """
+    from trainer.cli.elsewhere import telling
     from trainer.cli.jobs import follow_job, require_startable, run_job
     from trainer.cli.measure import planned
     from trainer.cli.places import place_of_start
@@ -87,9 +90,10 @@ def cache(layers: Layers, verify: bool, prune: bool, import_pt: Path | None) -> 
     place = place_of_start()
     if place.launch.rank:
         return follow_job(place.launch, "cache")
-    require_dataset(layers.dataset)
-    loaded = place.reconciled(layers.load())
-    require_startable(loaded)
-    import_folder = str(import_pt.absolute()) if import_pt else ""
-    job = Job(mode="cache", verify=verify, prune=prune, import_folder=import_folder)
-    return run_job(loaded, *planned(loaded, probe=False), job)
+    with telling(place.hosts):
+        require_dataset(layers.dataset)
+        loaded = place.reconciled(layers.load())
+        require_startable(loaded)
+        import_folder = str(import_pt.absolute()) if import_pt else ""
+        job = Job(mode="cache", verify=verify, prune=prune, import_folder=import_folder)
+        return run_job(loaded, *planned(loaded, probe=False), job)

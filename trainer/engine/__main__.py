@@ -67,8 +67,7 @@ def main(spec_path: str) -> int:
     try:
         if spec.mode == "train":
             _make_folder(config, spec, rank)
-        with _announcing(spec):
-            samples = _scan(config, spec, status, stop) if spec.mode in ("train", "cache") else Samples()
+        samples = _scan(config, spec, status, stop) if spec.mode in ("train", "cache") else Samples()
         _work(config, spec, status, stop, samples)
     except TrainerError as error:
         if rank > spec.first_rank and _patience(
@@ -159,7 +158,7 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
         from trainer.engine import run
         from trainer.engine.building.base_load_check import check_loadable
         from trainer.engine.context import Context
-        from trainer.engine.hosts.place import end_lost, meeting_of, tell
+        from trainer.engine.hosts.place import end_now, meeting_of, tell
         from trainer.engine.ranks import is_lost_connection, joined
         from trainer.modeling.quiet import quiet_libraries
         from trainer.planning.out_of_memory import is_out_of_memory, out_of_memory
@@ -167,17 +166,17 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
 
         quiet_libraries()
     family, say = get(config.family), logging.getLogger("trainer.run").info
-    with _announcing(spec):
-        source = _source(config, status, stop, say)
-        with _importing():  # classes of the base model
-            check_loadable(family, source)
+    source = _source(config, status, stop, say)
+    with _importing():  # classes of the base model
+        check_loadable(family, source)
     plan = codec.from_json(Plan, spec.plan_text, "plan.json")
     try:
         place = Path(spec.meeting_place)
         who, look = environment.rank_and_ranks(), stop.raise_if_requested
-        meeting, on_lost = meeting_of(config, plan, source, spec), functools.partial(end_lost, spec)
+        meeting, on_end = meeting_of(config, plan, source, spec), functools.partial(end_now, spec)
+        spec.came_file.touch()
         with joined(
-            *who, place, status, device=plan.device, look=look, meeting=meeting, on_lost=on_lost
+            *who, place, status, device=plan.device, look=look, meeting=meeting, on_end=on_end
         ) as ranks:
             context = Context(
                 config=config,
@@ -192,6 +191,8 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
                 tell=tell,
             )
             run.do(context, samples, spec)
+            if spec.mode == "train" and ranks.speaks and not ranks.first:  # that host has said nothing so far
+                tell("the run is finished; what it made is on host 0")
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             if plan.in_rows and isinstance(error, RuntimeError) and is_lost_connection(error):
@@ -199,19 +200,6 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
             raise
         allowed = functools.partial(may_be_planned, config)
         raise out_of_memory(error, status.phase, config, plan, allowed) from error
-
-
-@contextlib.contextmanager
-def _announcing(spec: Spec) -> Iterator[None]:
-    """Tell other hosts, which may wait for this one, of an error in the block."""
-    try:
-        yield
-    except TrainerError as error:
-        if spec.hosts > 1:
-            from trainer.engine.hosts.place import announce_end
-
-            announce_end(spec, error)
-        raise
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from trainer.engine.meeting.lifeline import GO_ON, Lifeline
 from trainer.engine.meeting.meeting import Meeting, connected, met
-from trainer.errors import EndedTogether, HardwareError, LostError, PeerLostError, TrainerError
+from trainer.errors import EndedTogether, HardwareError, LostError, PeerLostError, StoppedError, TrainerError
 from trainer.planning.out_of_memory import is_out_of_memory
 from trainer.telemetry.status import StatusWriter
 
@@ -129,7 +129,7 @@ class Ranks:
     def connect(self, device: str) -> None:
         """Send a few bytes between the devices of all ranks: what cannot is told now, not in the first step.
 
-        Raises HardwareError.
+        Raises HardwareError, and PeerLostError where it is another host that is lost meanwhile.
         """
         if self.size == 1 or device == "cpu":
             return
@@ -142,6 +142,8 @@ class Ranks:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
+            if self.lifeline is not None and self.lifeline.shows_loss():
+                raise PeerLostError(str(error)) from error
             raise _unconnected(f"the GPUs of this run cannot exchange data: {error}") from error
         if not right:
             raise _unconnected("what the GPUs of this run sent to each other did not arrive as it was sent")
@@ -293,15 +295,16 @@ def joined(
     device: str = "cpu",
     look: Callable[[], None] = lambda: None,
     meeting: Meeting | None = None,
-    on_lost: Callable[[str], None] = lambda text: None,
+    on_end: Callable[[TrainerError], None] = lambda error: None,
 ) -> Iterator[Ranks]:
     """Meet the other ranks of this host through a file that nobody made before, for the time of the block;
     of several hosts at the `meeting`, whose errors it raises too.
 
     What is on the host travels by gloo, and what is on a GPU by NCCL, which connects at its first use: see
     `Ranks.connect`. At the end every rank waits for the others; after an error none does. `look` is called
-    while others are not there yet, and may raise to end that. `on_lost` is called on a thread of its own when
-    another host is lost, and ends the process. Raises HardwareError where they cannot meet.
+    while others are not there yet, and may raise to end that. `on_end` is called on a thread of its own when
+    another host is lost, or was asked to stop alone, and ends the process. Raises HardwareError where they
+    cannot meet.
     """
     if size == 1:
         yield ALONE
@@ -316,7 +319,7 @@ def joined(
                 _await(store, rank, size, look)
             else:
                 store = met(meeting, rank, size, look)
-                ranks = replace(ranks, lifeline=_lifeline(meeting, ranks, on_lost))
+                ranks = replace(ranks, lifeline=_lifeline(meeting, ranks, on_end))
             ranks = replace(ranks, host_group=_process_group(store, ranks, device))
     except RuntimeError as error:
         if status is not None:  # mostly because another one has ended, which says why
@@ -333,12 +336,17 @@ def joined(
 
 @contextlib.contextmanager
 def _losing(lifeline: Lifeline | None, status: StatusWriter | None) -> Iterator[None]:
-    """Make a lost connection of several hosts a LostError, which says as much as is known of the other one.
+    """Make a lost connection of several hosts a LostError, which says as much as is known of the other one,
+    and tell other hosts of a stop.
 
     Where it is a rank of this host that is gone, the supervisor ends this one meanwhile.
     """
     try:
         yield
+    except (EndedTogether, StoppedError) as error:
+        if lifeline is not None:
+            lifeline.leave(stopped=isinstance(error, StoppedError))
+        raise
     except (PeerLostError, RuntimeError) as error:
         if lifeline is None or (isinstance(error, RuntimeError) and not is_lost_connection(error)):
             raise
@@ -361,7 +369,7 @@ def _process_group(store: Any, ranks: Ranks, device: str) -> dist.ProcessGroup |
     return made[ranks.host]
 
 
-def _lifeline(meeting: Meeting, ranks: Ranks, on_lost: Callable[[str], None]) -> Lifeline:
+def _lifeline(meeting: Meeting, ranks: Ranks, on_end: Callable[[TrainerError], None]) -> Lifeline:
     """The lifeline of this rank, by a connection of its own: the group's may be busy for long."""
     waits, others = ranks.waits, (one for one in range(meeting.hosts) if one != meeting.host)
     lifeline = Lifeline(
@@ -370,7 +378,7 @@ def _lifeline(meeting: Meeting, ranks: Ranks, on_lost: Callable[[str], None]) ->
         {host: meeting.ranks_of(host, ranks.size) for host in others},
         waits=lambda: waits is not None and waits.now(),
         on_others_work=lambda: None if waits is None else waits.still(),
-        on_lost=on_lost,
+        on_end=on_end,
     )
     lifeline.begin()
     return lifeline

@@ -61,6 +61,13 @@ class Spec(Job):
     supervisor_pid: int | None = None
     """The process that watches; the job ends when it is gone."""
 
+    @property
+    def came_file(self) -> Path:
+        """File that a rank makes when it comes to where all meet: from then on other hosts are told of the
+        job's end there, before that by the supervisor.
+        """
+        return Path(self.meeting_place).with_name("came")
+
     def status_folder(self, rank: int) -> Path:
         """Folder of a rank's status, which counts this host's ranks alone."""
         return rank_folder(Path(self.runtime_dir), rank - self.first_rank)

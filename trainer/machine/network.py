@@ -33,6 +33,11 @@ def is_own(address: str) -> bool:
     return True
 
 
+def is_loopback(address: str) -> bool:
+    """True if the address, as numbers, never leaves this machine."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
 def interface_to(address: str, port: int) -> str:
     """Name of the interface by which this machine reaches an address, as numbers; empty where none is known.
 

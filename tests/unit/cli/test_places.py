@@ -42,6 +42,10 @@ def test_a_name_that_stays_unknown_is_told_and_then_an_error(
     with pytest.raises(ConfigError, match=r'"no-such-host\.invalid" is not known here'):
         places._known(unknown)
     assert capsys.readouterr().err.count("waiting for it") == 1
+    monkeypatch.setattr(places, "_TELL_AGAIN_SECONDS", 0.5)
+    with pytest.raises(ConfigError):
+        places._known(unknown)
+    assert capsys.readouterr().err.count("waiting for it") > 1
 
 
 def test_host_0_must_have_the_address_at_which_all_meet() -> None:
@@ -50,6 +54,26 @@ def test_host_0_must_have_the_address_at_which_all_meet() -> None:
         places._require_own(Hosts(number=0, **named), "203.0.113.7")
     places._require_own(Hosts(number=1, **named), "203.0.113.7")
     places._require_own(Hosts(number=0, **{**named, "address": "localhost"}), "127.0.0.1")
+
+
+def test_a_name_of_host_0_that_is_a_loopback_address_there_reaches_nobody(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian and Ubuntu write the machine's own name beside 127.0.1.1; the others have its real address."""
+    named = {"count": 2, "address": "spark-1", "master_source": "TRAINER_MASTER"}
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with pytest.raises(
+        ConfigError, match=r"spark-1 is 127\.0\.1\.1 here, which only programs on this machine"
+    ):
+        places._require_own(Hosts(number=0, **named), "127.0.1.1")
+    places._require_own(Hosts(number=1, **named), "127.0.1.1")
+    places._require_own(Hosts(number=0, **{**named, "address": "127.0.1.1"}), "127.0.1.1")  # as written
+    places._require_own(Hosts(number=0, **{**named, "address": "localhost"}), "127.0.0.1")
+    assert capsys.readouterr().err == ""
+    places._require_own(Hosts(number=0, **named), "127.0.0.1")
+    assert "warning: TRAINER_MASTER: this is host 0, and spark-1 is 127.0.0.1 here" in capsys.readouterr().err
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    places._require_own(Hosts(number=0, **named), "127.0.1.1")
 
 
 def test_the_plan_of_a_host_is_shown(

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.unit.planning.conftest import MACHINES, machine, with_gpu
-from trainer.cli import main
+from trainer.cli import elsewhere, main
 from trainer.cli import surroundings as module
 from trainer.cli.commands import COMMANDS
 from trainer.cli.jobs import child_environment
 from trainer.cli.options import Layers
+from trainer.config.hosts import Hosts
 from trainer.files import codec
 from trainer.machine.facts import Facts
 from trainer.planning.planning import plan_run
@@ -418,3 +419,38 @@ def test_every_recorded_machine_is_judged() -> None:
     judged = {"dgx-spark", "rtx-4090", "h200", "a100-80gb", "driver-550-cuda-12-torch"}
     judged |= {"driver-550-cuda-13-torch", "no-gpu-cuda-torch", "cpu-torch-on-gpu", "too-old-gpu", "cpu"}
     assert {path.stem for path in MACHINES.glob("*.json")} == judged
+
+
+def two_hosts(number: int) -> dict[str, str]:
+    return {"TRAINER_NODES": "2", "TRAINER_NODE_RANK": str(number), "TRAINER_MASTER": "127.0.0.1:7"}
+
+
+def test_of_several_hosts_the_gpus_of_all_count(ask: Ask, tmp_path: Path) -> None:
+    """A pod of two GPUs is half of a run of four."""
+    facts = machine("h200")
+    both = dataclasses.replace(facts, gpus=facts.gpus[:1] * 2)
+    words = (*train(tmp_path), "--set", "train.gradient_accumulation_steps=4")
+    assert ask(both, *words, TRAINER__PARALLEL__GPUS="4")[0] == 69
+    code, _, errors = ask(both, *words, TRAINER__PARALLEL__GPUS="4", **two_hosts(1))
+    assert code == 0, errors
+
+
+@pytest.mark.parametrize("trouble", ["key", "machine"])
+def test_what_ends_the_start_here_is_told_to_other_hosts(
+    trouble: str, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container the command itself is never started then."""
+    told: list[tuple[int, int, str]] = []
+
+    def tell(hosts: Hosts, exit_code: int, what: str) -> None:
+        if hosts.several:
+            told.append((hosts.number, exit_code, what))
+
+    monkeypatch.setattr(elsewhere, "tell_end", tell)
+    words = (*train(tmp_path), *(("--set", "lora.rnk=3") if trouble == "key" else ()))
+    profile = {"TRAINER_PROFILE": "dgx-spark"} if trouble == "machine" else {}
+    code, _, errors = ask(machine("h200"), *words, **profile)
+    assert code in (69, 78) and not told
+    assert ask(machine("h200"), *words, **two_hosts(1))[0] == code
+    ((number, told_code, what),) = told
+    assert (number, told_code) == (1, code) and what in errors

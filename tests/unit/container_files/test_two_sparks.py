@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from tests.unit.container_files.compose_files import COMPOSE, config, load
 from tests.unit.container_files.test_compose import assert_confined
 from trainer.container import appliance
+from trainer.engine import ranks
+from trainer.engine.hosts import link
 
 FILE = "two-sparks.yaml"
 PLACE = {"TRAINER_NODE_RANK": "1", "TRAINER_MASTER": "192.168.100.10:29400"}
@@ -31,6 +34,16 @@ def test_the_port_of_metrics_stays_on_the_machine() -> None:
     (service,) = load(FILE)["services"].values()
     assert service["environment"]["TRAINER_METRICS_ADDRESS"] == "127.0.0.1"
     assert service["ports"] is None
+
+
+def test_what_the_run_tells_people_to_set_is_handed_in() -> None:
+    """A slow link and GPUs that do not connect: the variables that their messages name."""
+    (service,) = load(FILE)["services"].values()
+    named = set(
+        re.findall(r"\b(?:NCCL|GLOO)_[A-Z0-9_]+", f"{inspect.getsource(link)} {inspect.getsource(ranks)}")
+    )
+    handed_in = {*service["environment"], *appliance.HANDED_IN}
+    assert {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG"} <= named <= handed_in
 
 
 def test_it_says_that_nobody_ran_it() -> None:

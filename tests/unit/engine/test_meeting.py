@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -11,11 +12,19 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.e2e.conftest import free_port
+from tests.e2e.hosts import meeting_port
 from trainer.engine.meeting import lifeline, meeting
 from trainer.engine.meeting.lifeline import Lifeline
 from trainer.engine.meeting.meeting import Meeting, announce, met
-from trainer.errors import ConfigError, LostError
+from trainer.engine.ranks import Ranks
+from trainer.errors import (
+    ConfigError,
+    HardwareError,
+    LostError,
+    PeerLostError,
+    StoppedError,
+    TrainerError,
+)
 
 SAME = {"the trainer": "1", "train.seed": "0"}
 
@@ -34,14 +43,14 @@ def meet(*places: Meeting, size: int = 2) -> list[Future[Any]]:
 
 
 def test_equal_hosts_meet_at_one_store() -> None:
-    port, told = free_port(), list[str]()
+    port, told = meeting_port(), list[str]()
     stores = [future.result() for future in meet(place(0, port, told), place(1, port, told))]
     stores[1].set("word", "from host 1")
     assert stores[0].get("word") == b"from host 1"
 
 
 def test_what_differs_is_told_on_both() -> None:
-    port, told = free_port(), list[str]()
+    port, told = meeting_port(), list[str]()
     other = {**SAME, "train.seed": "1", "more": "2"}
     for future, words in zip(
         meet(place(0, port, told), place(1, port, told, other)),
@@ -56,24 +65,113 @@ def test_what_differs_is_told_on_both() -> None:
 def test_a_host_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "PATIENCE_SECONDS", 1.5)
     monkeypatch.setattr(meeting, "_TELL_SECONDS", 0.3)
-    port, told = free_port(), list[str]()
+    port, told = meeting_port(), list[str]()
     (future,) = meet(place(0, port, told, hosts=3), size=3)
     with pytest.raises(LostError, match="host 1 and host 2 have not come within"):
         future.result()
     assert told[0] == f"waiting at 127.0.0.1:{port} for host 1 and host 2"
-    (future,) = meet(place(1, free_port(), told))
+    (future,) = meet(place(1, meeting_port(), told))
     with pytest.raises(LostError, match=r"host 0 has not come within .*Connection refused"):
         future.result()
+    assert (
+        "for host 0 (Connection refused; if it has started there, look at TRAINER_MASTER: its name"
+        in told[-1]
+    )
 
 
-def test_a_host_that_cannot_start_tells_the_one_that_waits() -> None:
-    port, told = free_port(), list[str]()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(met, place(0, port, told), 0, 2, lambda: None)
+@pytest.mark.parametrize(("gone", "error"), [(False, ConfigError), (True, LostError)])
+def test_a_host_0_that_ends_while_one_connects_is_waited_for(
+    gone: bool, error: type[TrainerError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what goes on to answer without being a store is another program."""
+    monkeypatch.setattr(meeting, "PATIENCE_SECONDS", 1.0)
+    port = meeting_port()
+    with socket.create_server(("127.0.0.1", port)) as server:
+
+        def connected(_: Meeting) -> None:
+            if gone:
+                server.close()
+            raise RuntimeError("Connection reset by peer")
+
+        monkeypatch.setattr(meeting, "connected", connected)
+        with pytest.raises(error):
+            met(place(1, port, []), 1, 2, lambda: None)
+
+
+def test_a_host_that_cannot_start_tells_those_that_wait_and_host_0_is_heard_first() -> None:
+    """Host 0 has the store: it stays until host 1, which waits too, has read what ends them."""
+    port, told = meeting_port(), list[str]()
+    with ThreadPoolExecutor(3) as pool:
+        saying = pool.submit(announce, place(2, port, told, hosts=3), 78, "a typo\x1b[2J", 10.0)
+        time.sleep(0.5)  # host 0 is not there yet
+        waiting = [
+            pool.submit(met, place(host, port, told, hosts=3), host, 3, lambda: None) for host in (0, 1)
+        ]
+        for future in waiting:
+            with pytest.raises(
+                LostError, match=r"host 2 could not start: a typo.* \(exit code 78\)"
+            ) as raised:
+                future.result()
+            assert "\x1b" not in str(raised.value)
+        assert saying.result()
+
+
+def test_host_0_that_cannot_start_waits_for_those_that_come() -> None:
+    port, told = meeting_port(), list[str]()
+    with ThreadPoolExecutor(2) as pool:
+        saying = pool.submit(announce, place(0, port, told), 65, "no captions", 10.0)
+        with pytest.raises(LostError, match=r"host 0 could not start: no captions \(exit code 65\)"):
+            pool.submit(met, place(1, port, told), 1, 2, lambda: None).result()
+        assert saying.result()
+    assert not announce(place(0, meeting_port(), told), 65, "no captions", 0.3)  # nobody came
+    assert not announce(place(1, meeting_port(), told), 65, "no captions", 0.3)
+
+
+def test_two_hosts_with_one_fault_do_not_wait_for_each_other() -> None:
+    port, told = meeting_port(), list[str]()
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(announce, place(host, port, told), 78, "a typo", 30.0) for host in (0, 1)]
+        assert [future.result() for future in both] == [True, True]
+
+
+def test_a_second_start_that_fails_does_not_end_the_first_one() -> None:
+    """Its runtime folder is the first one's, so that it is refused."""
+    port, told, ended = meeting_port(), list[str](), threading.Event()
+
+    def look() -> None:
+        if ended.is_set():
+            raise StoppedError("stopped on request")
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(met, place(host, port, told, hosts=3), host, 3, look) for host in (0, 1)]
         time.sleep(0.5)
-        announce(place(1, port, told), "no captions (exit code 65)")
-        with pytest.raises(LostError, match=r"host 1 cannot start: no captions \(exit code 65\)"):
-            waiting.result()
+        assert not announce(place(1, port, told, hosts=3), 78, "the folder is taken", 5.0)
+        assert not any(future.done() for future in waiting)
+        ended.set()
+        for future in waiting:
+            with pytest.raises(StoppedError):
+                future.result()
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_stop_while_hosts_wait_stops_all_that_are_there(asked: int) -> None:
+    port, told, ended = meeting_port(), list[str](), threading.Event()
+
+    def look() -> None:
+        if ended.is_set():
+            raise StoppedError("stopped on request")
+
+    looks = [look if host == asked else lambda: None for host in (0, 1)]
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [
+            pool.submit(met, place(host, port, told, hosts=3), host, 3, looks[host]) for host in (0, 1)
+        ]
+        time.sleep(0.5)
+        ended.set()
+        words = ["stopped on request", f"host {asked} was asked to stop before the hosts had met"]
+        for host, future in enumerate(waiting):
+            with pytest.raises(StoppedError, match=words[host != asked]):
+                future.result()
 
 
 def test_a_wait_ends_where_it_was_asked_to() -> None:
@@ -84,7 +182,7 @@ def test_a_wait_ends_where_it_was_asked_to() -> None:
         raise AskedError
 
     with pytest.raises(AskedError):
-        met(place(1, free_port(), []), 1, 2, look)
+        met(place(1, meeting_port(), []), 1, 2, look)
 
 
 class Store:
@@ -105,7 +203,8 @@ class Store:
             time.sleep(0.01)
         self.beats += 1
         if self.counting:
-            self.words |= {key: f"{self.beats} {self.words[key].split()[1]}" for key in keys}
+            counts = {key: f"{self.beats} {self.words[key].split()[1]}" for key in keys}
+            self.words |= {key: word for key, word in counts.items() if self.words[key][0].isdigit()}
         return [self.words[key].encode() for key in keys]
 
 
@@ -115,17 +214,17 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lifeline, f"{name}_SECONDS", seconds)
 
 
-def begin(store: Store, lost: list[str], on_work: Callable[[], None] = lambda: None) -> Lifeline:
-    line = Lifeline(store, 0, {1: (1, 2)}, waits=lambda: False, on_others_work=on_work, on_lost=lost.append)
+def begin(store: Store, lost: list[TrainerError], on_work: Callable[[], None] = lambda: None) -> Lifeline:
+    line = Lifeline(store, 0, {1: (1, 2)}, waits=lambda: False, on_others_work=on_work, on_end=lost.append)
     line.begin()
     return line
 
 
-def after(lost: list[str], seconds: float = 3.0) -> str:
+def after(lost: list[TrainerError], seconds: float = 3.0) -> str:
     end = time.monotonic() + seconds
     while not lost and time.monotonic() < end:
         time.sleep(0.02)
-    return lost[0] if lost else ""
+    return str(lost[0]) if lost else ""
 
 
 def freeze(store: Store) -> None:
@@ -145,7 +244,7 @@ def break_(store: Store) -> None:
     [(freeze, "host 1 gave no sign of life for"), (block, "gave no answer for"), (break_, "is gone: Conn")],
 )
 def test_silence_is_a_lost_host(quick: None, harm: Callable[[Store], None], words: str) -> None:
-    store, lost = Store(), list[str]()
+    store, lost = Store(), list[TrainerError]()
     begin(store, lost)
     time.sleep(1.0)
     assert lost == [] and store.words["alive 0"].endswith(" 0")  # counters move
@@ -153,11 +252,11 @@ def test_silence_is_a_lost_host(quick: None, harm: Callable[[Store], None], word
     assert words in after(lost)
     store.blocked.clear()
     time.sleep(0.3)
-    assert len(lost) == 1  # once
+    assert len(lost) == 1 and isinstance(lost[0], LostError)  # once
 
 
 def test_at_the_end_of_a_run_nobody_is_lost(quick: None) -> None:
-    store, lost = Store(), list[str]()
+    store, lost = Store(), list[TrainerError]()
     begin(store, lost).end()
     store.broken = True
     assert after(lost, 1.2) == ""
@@ -171,4 +270,63 @@ def test_work_elsewhere_is_told_and_a_wait_of_all_is_not(quick: None) -> None:
     store.words["alive 2"] = "0 0"
     time.sleep(0.3)
     assert worked
+    line.end()
+
+
+def test_a_host_that_left_as_agreed_is_not_missed(quick: None) -> None:
+    """While this one saves, which may take longer than a silence that is a loss."""
+    store, lost = Store(), list[TrainerError]()
+    line = begin(store, lost)
+    store.words |= {"alive 1": "left 1", "alive 2": "left 1"}
+    assert after(lost, 1.5) == ""
+    store.words["alive 2"] = "7 0"
+    store.counting = False
+    assert "host 1 gave no sign of life" in after(lost)
+    line.end()
+
+
+def test_a_stop_of_another_host_is_a_stop_here(quick: None) -> None:
+    store, lost = Store(), list[TrainerError]()
+    begin(store, lost)
+    store.words["alive 2"] = "stopped 1"
+    assert "host 1 was asked to stop" in after(lost)
+    assert isinstance(lost[0], StoppedError)
+    time.sleep(0.2)
+    assert store.words["alive 0"] == "left 1"  # so that the other one need not wait
+
+
+def test_a_stop_here_waits_until_another_host_has_heard_it(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store()
+    line = begin(store, [])
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(line.leave, stopped=True)
+        time.sleep(0.5)
+        assert store.words["alive 0"] == "stopped 1" and not leaving.done()
+        store.words["alive 1"] = "left 1"  # one rank ends all of its host
+        leaving.result(timeout=5)
+    monkeypatch.setattr(lifeline, "_HEARD_SECONDS", 0.3)
+    store.words["alive 1"] = "9 0"
+    begin(store, []).leave(stopped=True)  # nobody hears it
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_gpus_that_cannot_exchange_are_an_error_of_this_host_only_where_no_other_one_is_lost(
+    lost: bool, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both see the connection fail; the one that is there counts on meanwhile."""
+
+    def all_gather(*_: object) -> None:
+        raise RuntimeError("NCCL error: remote process exited or there was a network error")
+
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    monkeypatch.setattr(lifeline, "BEAT_SECONDS", 0.2)
+    store = Store()
+    line = begin(store, [])
+    time.sleep(0.3)
+    store.counting = not lost
+    ranks = Ranks(rank=0, size=3, hosts=3, lifeline=line)
+    with pytest.raises(PeerLostError if lost else HardwareError, match="remote process exited"):
+        ranks.connect("meta")
     line.end()

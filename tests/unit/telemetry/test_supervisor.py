@@ -305,3 +305,15 @@ def test_a_signal_without_a_name_is_explained() -> None:
     code, cause = cause_of_death.explain_death(signal.SIGRTMIN + 3, oom_kills_since_start=0)
     assert code == 128 + signal.SIGRTMIN + 3
     assert "signal" in cause
+
+
+def test_an_abort_among_several_hosts_says_that_nccl_may_have_lost_one() -> None:
+    """Its code stays that of an abort: nothing here tells a lost host from an error of this one."""
+    alone, among = (
+        cause_of_death.explain_death(signal.SIGABRT, oom_kills_since_start=0, several_hosts=several)
+        for several in (False, True)
+    )
+    assert alone[0] == among[0] == 128 + signal.SIGABRT
+    assert "another host is lost" in among[1] and "host" not in alone[1]
+    killed = cause_of_death.explain_death(signal.SIGKILL, oom_kills_since_start=0, several_hosts=True)
+    assert "NCCL" not in killed[1]

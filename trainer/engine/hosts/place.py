@@ -10,10 +10,9 @@ from trainer.config import environment
 from trainer.config.schema import RunConfig
 from trainer.config.secrets import shown
 from trainer.engine.hosts.introduction import introduction
-from trainer.engine.meeting.lifeline import GO_ON
-from trainer.engine.meeting.meeting import Meeting, announce
+from trainer.engine.meeting.meeting import Meeting
 from trainer.engine.spec import Spec
-from trainer.errors import LostError, TrainerError
+from trainer.errors import TrainerError
 from trainer.modeling.base.source import ModelSource
 from trainer.planning.plan import Plan
 from trainer.telemetry.run_folder import process
@@ -33,21 +32,6 @@ def meeting_of(config: RunConfig, plan: Plan, source: ModelSource, spec: Spec) -
     )
 
 
-def announce_end(spec: Spec, error: TrainerError) -> None:
-    """Tell other hosts of an error that came before they met, if this process speaks for its host."""
-    rank, _ = environment.rank_and_ranks()
-    if spec.hosts > 1 and rank == spec.first_rank:
-        meeting = Meeting(
-            hosts=spec.hosts,
-            host=spec.host,
-            address=spec.master,
-            port=spec.port,
-            introduction={},
-            tell=tell,
-        )
-        announce(meeting, f"{error.problems[0].what} (exit code {int(error.exit_code)})")
-
-
 def tell(text: str) -> None:
     """Print a line for the people at this host, whichever it is; the run's log is rank 0's."""
     rank, _ = environment.rank_and_ranks()
@@ -57,10 +41,9 @@ def tell(text: str) -> None:
         print(shown(f"rank {rank}: {text}"), file=sys.stderr, flush=True)
 
 
-def end_lost(spec: Spec, text: str) -> None:
-    """End this process at once, from whatever thread: the main one may wait for the host that is lost."""
+def end_now(spec: Spec, error: TrainerError) -> None:
+    """End this process at once, from whatever thread: the main one may wait for the host that is gone."""
     rank, _ = environment.rank_and_ranks()
-    error = LostError(text, remedy=GO_ON)
     process.write_error(spec.status_folder(rank), error)
     logging.getLogger("trainer.run").error("%s", error, extra={"fields": {"exit_code": error.exit_code}})
     os._exit(error.exit_code)

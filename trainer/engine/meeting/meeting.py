@@ -16,17 +16,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainer.errors import ConfigError, LostError, Problem
+from trainer.engine.meeting.ends import await_heard, end_of, say_end
+from trainer.errors import ConfigError, LostError, Problem, TrainerError
 from trainer.telemetry.status import BUDGET_SECONDS, Phase
 
 PATIENCE_SECONDS = BUDGET_SECONDS[Phase.LOAD]
 """Longest wait for hosts that have not come: all of them load meanwhile, which may take so long."""
 _TELL_SECONDS = 5.0
-_TELL_AGAIN_SECONDS = 60.0
+_TELL_AGAIN_SECONDS = 30.0
 _LOOK_SECONDS = 0.2
 _ANSWER_SECONDS = 10.0
 _TWICE_SECONDS = 3.0
 _SHOWN_DIFFERENCES = 20
+_LOOK_AT = "if it has started there, look at TRAINER_MASTER: its name, its port, a firewall between"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +76,15 @@ def met(meeting: Meeting, rank: int, size: int, look: Callable[[], None]) -> Any
     """The store of a run once all of its ranks have come, and their hosts have compared how they were
     started.
 
-    `look` is called meanwhile, and may raise. Raises ConfigError where hosts differ, two say that they are
-    the same one, or the address is not that of a trainer; LostError where one has not come in the time that
-    loading may take.
+    `look` is called meanwhile, and may raise, which the others are told. Raises ConfigError where hosts
+    differ, two say that they are the same one, or the address is not that of a trainer; LostError where one
+    could not start, or has not come in the time that loading may take; StoppedError where one was asked to
+    stop.
     """
     waits = _Waiting(meeting, look)
     store = _serve(meeting) if rank == 0 else _reach(meeting, waits)
     speaks = rank == meeting.ranks_of(meeting.host, size)[0]
+    waits.store = store
     try:
         if speaks:
             _say_hello(meeting, store)
@@ -107,16 +111,21 @@ class _Waiting:
 
     meeting: Meeting
     look: Callable[[], None]
+    store: Any = None
+    """Where others are told that this wait was ended; None before there is one."""
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
         self._told: tuple[float, str] = (self._began - _TELL_AGAIN_SECONDS + _TELL_SECONDS, "")
 
     def for_hosts(self, missing: Sequence[int], why: str = "") -> None:
-        """Wait a moment. Raises LostError where the wait has been long enough, ConfigError where the name of
-        host 0 is known to nobody.
-        """
-        self.look()
+        """Wait a moment. Raises LostError where the wait has been long enough, and what `look` raises."""
+        try:
+            self.look()
+        except TrainerError as error:
+            if self.store is not None:
+                _leave(self.meeting, self.store, error)
+            raise
         now = time.monotonic()
         names = " and ".join(f"host {one}" for one in missing)
         because = f" ({why})" if why else ""
@@ -153,11 +162,13 @@ def _reach(meeting: Meeting, waits: _Waiting) -> Any:
             with socket.create_connection((meeting.address, meeting.port), timeout=2.0):
                 pass
         except OSError as error:
-            waits.for_hosts([0], f"{meeting.address}: {error.strerror or error}")
+            waits.for_hosts([0], f"{error.strerror or error}; {_LOOK_AT}")
             continue
         try:
             return connected(meeting)
         except RuntimeError as error:
+            if not _answers(meeting):  # it ended meanwhile, and may start again
+                continue
             raise ConfigError(
                 f"what answers at {meeting.place} is no trainer that waits for others: {error}",
                 where="TRAINER_MASTER",
@@ -173,57 +184,82 @@ def _missing(meeting: Meeting, store: Any, size: int) -> list[int]:
 
 def _say_hello(meeting: Meeting, store: Any) -> None:
     """Introduce this host. Raises ConfigError where another one has its number, and is alive."""
-    name, beat = f"host {meeting.host}", f"beat {meeting.host}"
-    if store.check([name]):
-        before, end = store.add(beat, 0), time.monotonic() + _TWICE_SECONDS
-        while time.monotonic() < end:
-            time.sleep(_LOOK_SECONDS)
-            if store.add(beat, 0) != before:
-                raise ConfigError(
-                    f"another machine or start says that it is host {meeting.host} too",
-                    where="TRAINER_NODE_RANK",
-                    remedy=f"give each of the {meeting.hosts} hosts its own number, from 0",
-                )
-    store.set(name, json.dumps(dict(meeting.introduction)))
+    if _is_there_already(meeting, store):
+        raise ConfigError(
+            f"another machine or start says that it is host {meeting.host} too",
+            where="TRAINER_NODE_RANK",
+            remedy=f"give each of the {meeting.hosts} hosts its own number, from 0",
+        )
+    store.set(f"host {meeting.host}", json.dumps(dict(meeting.introduction)))
+
+
+def _is_there_already(meeting: Meeting, store: Any) -> bool:
+    """Whether another start has this host's number, and counts while it waits."""
+    if not store.check([f"host {meeting.host}"]):
+        return False
+    beat, end = f"beat {meeting.host}", time.monotonic() + _TWICE_SECONDS
+    before = store.add(beat, 0)
+    while time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS)
+        if store.add(beat, 0) != before:
+            return True
+    return False
 
 
 def _compare(meeting: Meeting, store: Any) -> None:
-    """Raise ConfigError with what differs between this host and others that have come, and LostError where
-    one cannot start.
+    """Raise ConfigError with what differs between this host and others that have come, and the error of
+    `end_of` where one has ended.
     """
-    problems: list[Problem] = []
     others = [one for one in range(meeting.hosts) if one != meeting.host]
-    for other in others:
-        if store.check([f"problem {other}"]):
-            store.set(f"told {meeting.host}", "")
-            what = f"host {other} cannot start: {store.get(f'problem {other}').decode()}"
-            raise LostError(what, where=f"host {other}", remedy="see what it says there, and start all again")
+    ended = next(filter(None, (end_of(store, other) for other in others)), None)
     others = [one for one in others if store.check([f"host {one}"])]
+    problems: list[Problem] = []
     for other in others:
         theirs = json.loads(store.get(f"host {other}"))
         problems += differences(meeting.introduction, theirs, f"host {other}")
-    if not problems:
+    if ended is None and not problems:
         return
     store.set(f"told {meeting.host}", "")
     if meeting.host == 0:
-        _await_told(store, others)
-    raise ConfigError(problems)
+        await_heard(store, others, _ANSWER_SECONDS)
+    raise ended or ConfigError(problems)
 
 
-def _await_told(store: Any, others: Sequence[int]) -> None:
-    """Wait until other hosts have seen what ends them: the store ends with rank 0."""
-    end = time.monotonic() + _ANSWER_SECONDS
-    while time.monotonic() < end and not store.check([f"told {one}" for one in others]):
+def _leave(meeting: Meeting, store: Any, error: TrainerError) -> None:
+    """Say in the store why this host waits no more; host 0, whose process has the store, is heard first."""
+    say_end(store, meeting.host, error.exit_code, error.problems[0].what)
+    if meeting.host == 0:
+        came = [one for one in range(1, meeting.hosts) if store.check([f"host {one}"])]
+        await_heard(store, came, _ANSWER_SECONDS)
+
+
+def announce(meeting: Meeting, exit_code: int, what: str, seconds: float) -> bool:
+    """Tell the hosts that wait, or come within so many seconds, that this one has ended; True once they are
+    told.
+
+    Nothing is told where another start of this host waits there. Raises RuntimeError where host 0 cannot have
+    its port, or what answers at it is no store.
+    """
+    end = time.monotonic() + seconds
+    if meeting.host == 0:
+        store = connected(meeting, server=True)
+        say_end(store, 0, exit_code, what)
+        return await_heard(store, range(1, meeting.hosts), seconds)
+    while not _answers(meeting):
+        if time.monotonic() > end:
+            return False
         time.sleep(_LOOK_SECONDS)
+    store = connected(meeting)
+    if _is_there_already(meeting, store):
+        return False
+    say_end(store, meeting.host, exit_code, what)
+    return True
 
 
-def announce(meeting: Meeting, problem: str) -> None:
-    """Tell the hosts that wait that this one cannot start, where they can be reached within seconds."""
-    with contextlib.suppress(RuntimeError):  # nobody is there yet, who will find out by waiting
-        store = connected(meeting, server=meeting.host == 0)
-        store.set(f"problem {meeting.host}", problem)
-        if meeting.host == 0:
-            _await_told(store, range(1, meeting.hosts))
+def _answers(meeting: Meeting) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((meeting.address, meeting.port), timeout=2.0):
+        return True
+    return False
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str], other: str) -> list[Problem]:

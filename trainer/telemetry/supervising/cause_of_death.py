@@ -23,6 +23,12 @@ CAUSES: dict[int, str] = {
     signal.SIGFPE: "arithmetic error in native code",
 }
 
+ALSO_LOST = (
+    "; NCCL ends a process so where another host is lost, and where this one has an error of its own: see"
+    " which host ended first"
+)
+"""Addition to the cause of an abort where several hosts train: nothing here tells the two apart."""
+
 
 def available_bytes(meminfo: Path = MEMINFO) -> int | None:
     """MemAvailable of the host in bytes; None when it cannot be read."""
@@ -60,7 +66,7 @@ def oom_kills(path: Path | None) -> int:
     return int(found[1]) if found else 0
 
 
-def explain_death(signum: int, *, oom_kills_since_start: int) -> tuple[int, str]:
+def explain_death(signum: int, *, oom_kills_since_start: int, several_hosts: bool = False) -> tuple[int, str]:
     """Exit code and cause for a process that `signum` ended: 71 for an OOM kill, else 128 + signum."""
     try:
         name = signal.Signals(signum).name
@@ -72,4 +78,6 @@ def explain_death(signum: int, *, oom_kills_since_start: int) -> tuple[int, str]
     cause = CAUSES.get(signum, "ended by a signal that this program does not use")
     if signum == signal.SIGKILL:
         cause += "; the cgroup's memory.events counts no oom_kill"
+    if signum == signal.SIGABRT and several_hosts:
+        cause += ALSO_LOST
     return 128 + signum, f"{name}: {cause}"

@@ -373,7 +373,9 @@ class _Watch:
         if self._asked is not None and -returncode == self._asked[1]:
             why = "it ended before it could handle the request, so before there was anything to save"
             return self._asked[2], why
-        return cause_of_death.explain_death(-returncode, oom_kills_since_start=oom_kills)
+        return cause_of_death.explain_death(
+            -returncode, oom_kills_since_start=oom_kills, several_hosts=self.among.elsewhere
+        )
 
     def _say(self, text: str) -> None:
         say(text)
