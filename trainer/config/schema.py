@@ -371,7 +371,7 @@ class CheckpointSection(Section):
 class RunConfig(Section):
     """One training run."""
 
-    family: str
+    family: Text
     """Name of the model family; `trainer families` lists them."""
     method: Literal["lora", "full"] = "lora"
     """`lora` trains an adapter, `full` every weight of the transformer."""

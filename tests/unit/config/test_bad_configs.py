@@ -220,6 +220,9 @@ KEYS: dict[str, Bad] = {
     "unknown family": changed(
         "flux1_dev", "FLUX.1-dew", ("c.yaml:1", 'unknown family "FLUX.1-dew"', "did you mean `flux1_dev`?")
     ),
+    "family without a name": changed(
+        "family: flux1_dev", 'family: " "', ("c.yaml:1", "`family`: expected a text", "trainer families")
+    ),
     "no data": Bad(
         text="family: flux1_dev\noutput_dir: out\n",
         problems=(("c.yaml", "`data.sets` is missing", "pass --dataset DIR"),),
