@@ -231,6 +231,14 @@ KEYS: dict[str, Bad] = {
 }
 
 VALUES: dict[str, Bad] = {
+    "mode that leaves 0 to 1": added(
+        "flow:\n  weighting_scheme: mode\n  mode_scale: 8\n",
+        ("c.yaml:10", 'a number of at least -1 and at most 1.75, got "8"', "leave it out for 1.29"),
+    ),
+    "guidance beyond floats": added(
+        "validation:\n  guidance_scale: 1e300\n",
+        ("c.yaml:9", 'a number of at least 0 and at most 1000, got "1e300"', "leave it out for 3.5"),
+    ),
     "text for a number": added(
         "train:\n  max_train_steps: many\n",
         ("c.yaml:9", 'expected a whole number of at least 1, got "many"', "leave it out for 1500"),
