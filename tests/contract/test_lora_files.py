@@ -281,6 +281,14 @@ def test_an_untrained_lora_is_no_result(lora_case: Case, workshop: Workshop, tmp
     assert "train more steps" in caught.value.problems[0].remedy
 
 
+def test_a_file_that_was_cut_off_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(b"\x40\x00")
+    with pytest.raises(DataError, match="cannot be read as safetensors") as caught:
+        proof.check_file(path)
+    assert caught.value.problems[0].remedy.startswith("copy or download it again")
+
+
 @pytest.mark.parametrize(
     ("effect", "words", "remedy"),
     [(0.0, "training does not change", "train more"), (float("nan"), "not finite", "lower train.learning")],

@@ -95,7 +95,7 @@ class DataSet(Section):
     """In place of `chat_file`: a dataset_info.json, as other trainers list files of its folder in."""
     name: Text | None = None
     """Entry of `dataset_info`."""
-    repeats: Positive = 1
+    repeats: Annotated[int, Field(ge=1, le=10_000)] = 1
     """How often every image counts in one epoch: the weight of a set among several."""
     loss_weight: Annotated[float, Field(gt=0, le=100)] = 1.0
     """Factor on the loss of every sample of the set."""

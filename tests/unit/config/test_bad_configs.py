@@ -231,6 +231,11 @@ KEYS: dict[str, Bad] = {
 }
 
 VALUES: dict[str, Bad] = {
+    "repeats beyond memory": changed(
+        "    - img_dir: images",
+        "    - img_dir: images\n      repeats: 1000000000",
+        ("c.yaml:7", "at least 1 and at most 10000", "leave it out for 1"),
+    ),
     "mode that leaves 0 to 1": added(
         "flow:\n  weighting_scheme: mode\n  mode_scale: 8\n",
         ("c.yaml:10", 'a number of at least -1 and at most 1.75, got "8"', "leave it out for 1.29"),

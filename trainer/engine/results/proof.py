@@ -23,6 +23,7 @@ from trainer.errors import DataError, DivergedError, Problem
 from trainer.families.family import Family
 from trainer.families.values import Shape
 from trainer.files import atomic
+from trainer.files.safetensors import UNREADABLE
 from trainer.modeling.adapter import lora
 from trainer.modeling.adapter.comfyui import by_module, write_comfyui
 from trainer.modeling.tensor_file import rewrite_sorted
@@ -275,7 +276,8 @@ def check_file(path: Path) -> int:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as error:
-        raise DataError(f"cannot be read as safetensors ({error})", where=str(path)) from error
+        what = f"cannot be read as safetensors ({error})"
+        raise DataError(what, where=str(path), remedy=UNREADABLE) from error
     ups = {name: part for name in tensors for part in _grows(name)}
     faults = [f"{name} is not finite" for name, value in tensors.items() if not bool(value.isfinite().all())]
     if not ups:
