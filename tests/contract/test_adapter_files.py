@@ -232,8 +232,9 @@ def test_files_for_comfyui_and_broken_ones_are_no_start(
         files.append((path, words))
     for path, words in files:
         job = workshop.job(SMALLEST, tmp_path / "job", f"lora.init_from={path}")
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=words) as caught:
             build(job.context)
+        assert caught.value.problems[0].remedy
 
 
 def test_a_pattern_that_no_layer_has_is_told(workshop: Workshop, tmp_path: Path) -> None:

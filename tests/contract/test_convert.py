@@ -216,6 +216,9 @@ def test_what_is_not_converted_says_why(workshop: Workshop, tmp_path: Path) -> N
     for path, form, family, error, words in cases:
         with pytest.raises(error, match=words):
             export(path, form, tmp_path / "never.safetensors", family)
+    with pytest.raises(DataError) as caught:
+        export(tmp_path / "broken.safetensors", "comfyui", tmp_path / "never.safetensors", None)
+    assert caught.value.problems[0].remedy.startswith("copy or download it again")
     assert not (tmp_path / "never.safetensors").exists()
     assert export(nameless, "diffusers", tmp_path / "named.safetensors", "flux1_dev").is_file()
 

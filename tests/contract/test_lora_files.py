@@ -275,8 +275,29 @@ def test_comfyui_has_a_name_for_every_layer_that_can_have_an_adapter(name: str) 
 
 def test_an_untrained_lora_is_no_result(lora_case: Case, workshop: Workshop, tmp_path: Path) -> None:
     context = workshop.job(lora_case, tmp_path).context
-    with pytest.raises(DataError, match="every lora_B is zero"):
+    with pytest.raises(DivergedError, match="the trained LoRA is zero") as caught:
         proof.export_lora(context, build(context).model)
+    assert caught.value.exit_code is ExitCode.DIVERGED
+    assert "train more steps" in caught.value.problems[0].remedy
+
+
+def test_a_file_that_was_cut_off_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(b"\x40\x00")
+    with pytest.raises(DataError, match="cannot be read as safetensors") as caught:
+        proof.check_file(path)
+    assert caught.value.problems[0].remedy.startswith("copy or download it again")
+
+
+@pytest.mark.parametrize(
+    ("effect", "words", "remedy"),
+    [(0.0, "training does not change", "train more"), (float("nan"), "not finite", "lower train.learning")],
+)
+def test_a_result_without_effect_says_what_to_do(effect: float, words: str, remedy: str) -> None:
+    with pytest.raises(DivergedError, match=words) as caught:
+        proof.require_effect(effect, "training", "runs/a")
+    assert remedy in caught.value.problems[0].remedy and caught.value.problems[0].where == "runs/a"
+    proof.require_effect(1e-9, "training", "runs/a")
 
 
 @pytest.mark.parametrize(

@@ -109,12 +109,35 @@ def test_a_file_with_marks_that_are_split_is_told(tmp_path: Path, caplog: pytest
     assert made.apply_chat_template(CHAT[1:3], tokenize=False) == "<|mine|>One?<eos><|mine|>Two.<eos>"
 
 
-def test_a_file_that_is_no_template_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{% for m in messages %}{{ m.content }}", "does not write a conversation"),
+        ("{{ 'x' + 1 }}", "does not write a conversation: TypeError: "),
+        ("{{ 1 / 0 }}", "does not write a conversation: ZeroDivisionError: "),
+        (" \n", "is empty"),
+    ],
+)
+def test_a_file_that_is_no_template_is_refused(text: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
-    file.write_text("{% for m in messages %}{{ m.content }}")
-    with pytest.raises(ConfigError, match="does not write a conversation") as caught:
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words) as caught:
         conversations.open_tokenizer(base(tmp_path / "base", str(file)))
     assert caught.value.problems[0].where == "data.chat_template"
+
+
+def test_a_conversation_that_a_template_cannot_put_together_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text(
+        "{% for m in messages %}{{ m.content + (1 if m.content == 'odd' else '</s>') }}{% endfor %}"
+    )
+    tokenizer = conversations.open_tokenizer(base(tmp_path / "base", str(file)))[0]
+    messages = [{"role": "user", "content": "odd"}, {"role": "assistant", "content": "x"}]
+    with pytest.raises(DataError, match="refuses the conversation with 'odd': TypeError") as caught:
+        conversations.encode_conversation(
+            tokenizer, json.dumps(messages), max_sequence_length=64, learn="all"
+        )
+    assert caught.value.problems[0].remedy == "correct or remove the conversation"
 
 
 @pytest.mark.parametrize("name", ["gemma", "mistral", "alpaca"])

@@ -265,6 +265,16 @@ def test_previews_are_the_pipelines_images(pipeline: QwenImagePipeline, source: 
     assert len(steps) == 4
 
 
+def test_a_preview_of_one_step_is_no_black_image(pipeline: QwenImagePipeline, source: ModelSource) -> None:
+    """The scheduler stretches levels to a last one, which of a single level are not numbers any more."""
+    text = QWEN_IMAGE.encode_text(pipeline, CAPTION, (), prompt=True, max_sequence_length=512)
+    prompt = PreviewPrompt(text=text, empty=None, controls=(), width=64, height=48, number=0)
+    request = ValidationSection(num_inference_steps=1, guidance_scale=1.0, seed=5)
+    vae = load_encoders("latents", source)
+    (image,) = QWEN_IMAGE.preview(pipeline.transformer, source, vae, [prompt], request, lambda: None)
+    assert image.getextrema() != ((0, 0), (0, 0), (0, 0))
+
+
 def test_blocks_recompute_under_checkpointing() -> None:
     model, batch, run = build(num_layers=2), example(64, 64, 1), settings()
     lora.add_lora(model, rank=2, alpha=2, pattern=QWEN_IMAGE.lora_targets["attention"], seed=0, device="cpu")

@@ -95,7 +95,7 @@ class DataSet(Section):
     """In place of `chat_file`: a dataset_info.json, as other trainers list files of its folder in."""
     name: Text | None = None
     """Entry of `dataset_info`."""
-    repeats: Positive = 1
+    repeats: Annotated[int, Field(ge=1, le=10_000)] = 1
     """How often every image counts in one epoch: the weight of a set among several."""
     loss_weight: Annotated[float, Field(gt=0, le=100)] = 1.0
     """Factor on the loss of every sample of the set."""
@@ -226,9 +226,9 @@ class FlowSection(Section):
     """Mean of the normal draw; only with `logit_normal`."""
     logit_std: Annotated[float, Field(gt=0)] = 1.0
     """Standard deviation of the normal draw; only with `logit_normal`."""
-    mode_scale: float = 1.29
-    """Strength of the mode; only with `mode`."""
-    guidance_scale: Annotated[float, Field(ge=0)] = 1.0
+    mode_scale: Annotated[float, Field(ge=-1, le=1.75)] = 1.29
+    """Strength of the mode; only with `mode`. Beyond its bounds noise levels would lie outside 0 to 1."""
+    guidance_scale: Annotated[float, Field(ge=0, le=1000)] = 1.0
     """Guidance value that a guidance-distilled model is told while it trains."""
     shift: Literal["auto", "resolution"] | Annotated[float, Field(gt=0)] = "auto"
     """Moves noise levels up: `auto` keeps the base model's training levels, `resolution` shifts them as its
@@ -311,7 +311,7 @@ class ValidationSection(Section):
     """Start noise of previews and fixed draws of the held-out loss."""
     num_inference_steps: Positive = 20
     """Denoising steps of a preview."""
-    guidance_scale: Annotated[float, Field(ge=0)] = 3.5
+    guidance_scale: Annotated[float, Field(ge=0, le=1000)] = 3.5
     """Guidance of a preview."""
     resolution: Annotated[int, Field(ge=32, le=4096)] | None = None
     """Side of the square previews in pixels; `data.resolution` when not given."""
@@ -371,7 +371,7 @@ class CheckpointSection(Section):
 class RunConfig(Section):
     """One training run."""
 
-    family: str
+    family: Text
     """Name of the model family; `trainer families` lists them."""
     method: Literal["lora", "full"] = "lora"
     """`lora` trains an adapter, `full` every weight of the transformer."""

@@ -278,10 +278,16 @@ class Waits:
 
 
 def _await(store: Any, rank: int, size: int, look: Callable[[], None]) -> None:
-    """Wait until all ranks have a word in the store: torch's own wait sees no signal, and has no end."""
+    """Wait until all ranks have a word in the store: torch's own wait sees no signal, and has no end.
+
+    It looks once where all are there too: the others of a killed supervisor may have ended since their word.
+    """
     store.set(f"here {rank}", "")
-    while not store.check([f"here {other}" for other in range(size)]):
+    while True:
+        is_complete = store.check([f"here {other}" for other in range(size)])
         look()
+        if is_complete:
+            return
         time.sleep(_LOOK_SECONDS)
 
 

@@ -43,7 +43,7 @@ from trainer.engine.training.held_out import HeldOut, held_out_entries, prove_be
 from trainer.engine.training.preview import draw_previews, drop_previews_after, sample, write_before_after
 from trainer.engine.training.scores import make_scorer, score_previews
 from trainer.engine.training.work import counter
-from trainer.errors import DataError, DivergedError, EndedTogether, PeerLostError, Problem
+from trainer.errors import DataError, EndedTogether, PeerLostError, Problem
 from trainer.files import atomic
 from trainer.modeling.base.source import pinned
 from trainer.modeling.storage.shared_memory import peak_bytes
@@ -324,8 +324,7 @@ def _finish_full(context: Context, built: Built, before: list[torch.Tensor]) -> 
     model, rows = built.model, built.updater.in_rows
     effect = proof.relative_difference(proof.fixed_outputs(context, model), before)
     with context.ranks.together():
-        if not effect > 0.0:
-            raise DivergedError(f"training did not change the model's output (effect {effect})")
+        proof.require_effect(effect, "training", str(context.run_dir))
     folder = export_full(context, model, rows)
     count = prove_full(context, model, folder, rows)
     return (

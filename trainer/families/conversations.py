@@ -44,18 +44,19 @@ def open_tokenizer(source: ModelSource) -> tuple[Any, str]:
     """The tokenizer with the run's chat template, and marks of a template of the user's that it splits, in
     words. Raises ConfigError for a template that is none, and for a shipped one whose marks it splits.
     """
-    from jinja2 import TemplateError
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
     if source.chat_template is None:
         return tokenizer, ""
+    if not source.chat_template.strip():
+        raise ConfigError("the chat template is empty", where=chat_templates.KEY, remedy="correct the file")
     tokenizer.chat_template = source.chat_template
     name = chat_templates.name_of(source.chat_template)
     try:
         written: Any = tokenizer.apply_chat_template(_SHORTEST, tokenize=False, date_string=_DATE)
-    except TemplateError as error:
-        what = f"the chat template does not write a conversation: {error}"
+    except _template_errors() as error:
+        what = f"the chat template does not write a conversation: {_said(error)}"
         raise ConfigError(what, where=chat_templates.KEY, remedy="correct the file") from error
     marks: Sequence[str] = _MARK.findall(written) if name is None else chat_templates.marks(name)
     split = _split(tokenizer, marks)
@@ -67,6 +68,20 @@ def open_tokenizer(source: ModelSource) -> tuple[Any, str]:
     if name is not None:
         raise ConfigError(f"{name}: {problem}", where=chat_templates.KEY, remedy=remedy)
     return tokenizer, f"{problem}: generation ends at special tokens only ({remedy})"
+
+
+def _template_errors() -> tuple[type[Exception], ...]:
+    """Errors that a template can end with: Jinja's own, and those of Python's operators within it."""
+    from jinja2 import TemplateError
+
+    return (
+        TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError
+    )  # fmt: skip
+
+
+def _said(error: Exception) -> str:
+    """The error in words, with Python's name where the words alone say little."""
+    return str(error) if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: {error}"
 
 
 def _split(tokenizer: Any, marks: Sequence[str]) -> list[str]:
@@ -181,8 +196,6 @@ def _missing_end(
 
 def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opened: bool) -> str:
     """The template's text; `opened` up to where the assistant begins to write."""
-    from jinja2 import TemplateError
-
     if not tokenizer.chat_template:
         raise DataError(
             "the base model's tokenizer has no chat template",
@@ -194,9 +207,9 @@ def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opened: bo
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=opened, date_string=_DATE
         )
-    except TemplateError as error:
+    except _template_errors() as error:
         raise DataError(
-            f"the chat template refuses {_named(messages)}: {error}",
+            f"the chat template refuses {_named(messages)}: {_said(error)}",
             where=tokenizer.name_or_path,
             remedy="correct or remove the conversation",
         ) from error

@@ -239,7 +239,11 @@ def preview(
         on_step()
         return tensors
 
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(source.component("scheduler"))
+    # a single level cannot be stretched to a last one: diffusers divides zero by zero, and draws black
+    changes = {"shift_terminal": None} if validation.num_inference_steps == 1 else {}
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(
+        source.component("scheduler"), **changes
+    )
     parts: dict[str, Any] = dict.fromkeys((*pipeline.encoders, *pipeline.tokenizers))
     parts |= {"scheduler": scheduler, "vae": encoders, "transformer": model}
     made = getattr(diffusers, _name(pipeline, source))(**parts)

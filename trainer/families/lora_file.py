@@ -6,7 +6,7 @@ from typing import BinaryIO
 
 from trainer import families
 from trainer.errors import DataError
-from trainer.files.safetensors import HeaderError, read_header
+from trainer.files.safetensors import UNREADABLE, HeaderError, read_header
 
 
 def require_family(file: BinaryIO, where: str, family: str) -> None:
@@ -19,7 +19,7 @@ def require_family(file: BinaryIO, where: str, family: str) -> None:
     try:
         said = read_header(file).metadata.get("family", family)
     except HeaderError as error:
-        raise DataError(f"cannot be read as safetensors ({error})", where=where) from error
+        raise DataError(f"cannot be read as safetensors ({error})", where=where, remedy=UNREADABLE) from error
     if said in families.names() and families.get(said).blocks != families.get(family).blocks:
         raise DataError(
             f"it says that it is a LoRA of {said}, and the configuration is of {family}",

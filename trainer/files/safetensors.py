@@ -29,6 +29,8 @@ _LENGTH_BYTES = 8
 # a header of a real model has some 100 kB; the library refuses more than this
 _MOST_HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
+UNREADABLE = "copy or download it again: it was cut off, or is no .safetensors file"
+"""Remedy for a file that cannot be read."""
 
 
 class HeaderError(Exception):

@@ -223,6 +223,9 @@ KEYS: dict[str, Bad] = {
     "unknown family": changed(
         "flux1_dev", "FLUX.1-dew", ("c.yaml:1", 'unknown family "FLUX.1-dew"', "did you mean `flux1_dev`?")
     ),
+    "family without a name": changed(
+        "family: flux1_dev", 'family: " "', ("c.yaml:1", "`family`: expected a text", "trainer families")
+    ),
     "no data": Bad(
         text="family: flux1_dev\noutput_dir: out\n",
         problems=(("c.yaml", "`data.sets` is missing", "pass --dataset DIR"),),
@@ -231,6 +234,19 @@ KEYS: dict[str, Bad] = {
 }
 
 VALUES: dict[str, Bad] = {
+    "repeats beyond memory": changed(
+        "    - img_dir: images",
+        "    - img_dir: images\n      repeats: 1000000000",
+        ("c.yaml:7", "at least 1 and at most 10000", "leave it out for 1"),
+    ),
+    "mode that leaves 0 to 1": added(
+        "flow:\n  weighting_scheme: mode\n  mode_scale: 8\n",
+        ("c.yaml:10", 'a number of at least -1 and at most 1.75, got "8"', "leave it out for 1.29"),
+    ),
+    "guidance beyond floats": added(
+        "validation:\n  guidance_scale: 1e300\n",
+        ("c.yaml:9", 'a number of at least 0 and at most 1000, got "1e300"', "leave it out for 3.5"),
+    ),
     "text for a number": added(
         "train:\n  max_train_steps: many\n",
         ("c.yaml:9", 'expected a whole number of at least 1, got "many"', "leave it out for 1500"),

@@ -153,3 +153,17 @@ def test_pictures_that_somebody_else_keeps_there_are_not_rows(tmp_path: Path) ->
         assert picture.size == (8, 8)
     found = pictures.ROW_NAME.fullmatch("step-1000000")
     assert found is not None and found[1] == "1000000"
+
+
+def test_a_long_text_without_blanks_is_measured_a_few_times() -> None:
+    """A Chinese prompt is one word: a run stood still for minutes before it had drawn one of a thousand."""
+    measured: list[int] = []
+
+    class Font(ImageFont.ImageFont):
+        def getlength(self, text: str | bytes | bytearray, *_: object, **__: object) -> int:
+            measured.append(len(text))
+            return 10 * len(text)
+
+    lines = pictures._wrapped("\u732b" * 10_000, Font(), 200)
+    assert [len(line) for line in lines] == [20, 20, 20, 17 + len("...")]
+    assert sum(measured) < 20 * 10_000

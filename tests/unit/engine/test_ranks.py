@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.ranks import Workers
 from trainer.engine.caching.store import DamagedEntryError
@@ -146,3 +147,14 @@ def test_a_rank_that_waits_for_one_that_never_comes_can_be_ended(tmp_path: Path)
     with pytest.raises(StoppedError), joined(0, 2, tmp_path / "meet", look=look):
         pytest.fail("the other rank never came")
     assert len(looked) == 3
+
+
+def test_a_rank_that_is_to_end_does_not_wait_for_one_that_was_there_and_ended(tmp_path: Path) -> None:
+    """A supervisor that was killed has both end: one while it waits for the other, which comes later."""
+    dist.FileStore(str(tmp_path / "meet"), 3).set("here 0", "")  # type: ignore[attr-defined]
+
+    def look() -> None:
+        raise StoppedError("stopped on request")
+
+    with pytest.raises(StoppedError), joined(1, 2, tmp_path / "meet", look=look):
+        pytest.fail("the other rank is gone")

@@ -77,6 +77,18 @@ def test_a_running_one_has_the_phase_and_step_of_its_heartbeat(run_dir: Path, ru
     assert read_run(run_dir).state is State.BEGUN
 
 
+def test_a_run_may_begin_in_a_folder_that_was_removed(
+    run_dir: Path, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    process.begin(run_dir, supervisor=os.getpid(), runtime_dir=runtime)
+    found = process.read_process(run_dir)
+    assert found is not None and found.working_folder == ""
+    assert process.working_folder(run_dir) is None
+
+
 def test_it_runs_until_its_supervisor_has_recorded_the_end(run_dir: Path, runtime: Path) -> None:
     own = os.getpid()
     process.begin(run_dir, supervisor=own, runtime_dir=runtime)

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from trainer.engine.context import Context
 from trainer.engine.records.checkpoint import SHARD_BYTES
 from trainer.engine.results.chat_files import write_chat_files
-from trainer.engine.results.proof import file_metadata
+from trainer.engine.results.proof import LOWER_RATE, file_metadata
 from trainer.errors import DataError, DivergedError
 from trainer.families import components
 from trainer.files import atomic
@@ -143,7 +143,7 @@ def _proved(context: Context, model: Any, folder: Path, rows: RowParameters | No
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 saved, trained = _compared(file, name, state, rows)
                 if not bool(torch.isfinite(saved).all()):
-                    raise DivergedError(f"{name} is not finite", where=str(path))
+                    raise DivergedError(f"{name} is not finite", where=str(path), remedy=LOWER_RATE)
                 if trained is None or not torch.equal(saved.to(trained.device), trained):
                     raise DataError(f"{name} on disk is not what was trained", where=str(path))
                 context.status.beat(Phase.SAVE)

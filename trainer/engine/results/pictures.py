@@ -160,7 +160,7 @@ def _wrapped(text: str, font: _Font, width: int, *, most: int = _CAPTION_LINES) 
             lines[-1] += f" {word}"
             continue
         rest = word
-        while rest:
+        while rest and len(lines) <= most:  # one more line shows that there are dots to write
             lines.append(_head(rest, font, width))
             rest = rest[len(lines[-1]) :]
     if len(lines) > most:
@@ -171,8 +171,18 @@ def _wrapped(text: str, font: _Font, width: int, *, most: int = _CAPTION_LINES) 
 
 
 def _head(text: str, font: _Font, width: int) -> str:
-    """The longest beginning that fits, at least one character."""
-    return next(text[:n] for n in range(len(text), 0, -1) if n == 1 or font.getlength(text[:n]) <= width)
+    """The longest beginning that fits, at least one character.
+
+    It is looked for by halves: a text without blanks, as Chinese ones are, is measured a few times.
+    """
+    fits, beyond = 1, len(text) + 1
+    while beyond - fits > 1:
+        middle = (fits + beyond) // 2
+        if font.getlength(text[:middle]) <= width:
+            fits = middle
+        else:
+            beyond = middle
+    return text[:fits]
 
 
 def write_strip(samples: Path) -> Path:

@@ -23,6 +23,7 @@ from trainer.errors import DataError, DivergedError, Problem
 from trainer.families.family import Family
 from trainer.families.values import Shape
 from trainer.files import atomic
+from trainer.files.safetensors import UNREADABLE
 from trainer.modeling.adapter import lora
 from trainer.modeling.adapter.comfyui import by_module, write_comfyui
 from trainer.modeling.tensor_file import rewrite_sorted
@@ -33,6 +34,8 @@ _SEED = 20_240_801
 _INPUTS = 2
 _GROWS_FROM_ZERO = {".lora_B": (".lora_A",), ".lokr_w1": (".lokr_w2", ".lokr_w2_a")}
 """Parts of an adapter that training starts at zero, and the factor of each."""
+TRAIN_MORE = "train more steps, or raise train.learning_rate"
+LOWER_RATE = "lower train.learning_rate, and look at the losses in metrics.jsonl"
 _MOST_SIDE, _MOST_TOKENS = 512, 512
 """Size of the inputs. A language model's output is tokens x vocabulary: a full row would be gigabytes."""
 
@@ -85,11 +88,15 @@ def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]
 
     Layers that compute together are parted before. Files of an earlier run stay until the new ones are
     proved; what is proved stays whatever becomes of its twin. Raises DivergedError for an adapter that is not
-    finite, as `prove_lora`, and StorageError.
+    finite or is zero, as `prove_lora`, and StorageError.
     """
     _part(context, model)
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in lora.adapter_state(model).values()):
-        raise DivergedError("the trained LoRA is not finite", where=str(context.run_dir))
+    state = lora.adapter_state(model)
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in state.values()):
+        raise DivergedError("the trained LoRA is not finite", where=str(context.run_dir), remedy=LOWER_RATE)
+    if not any(bool(tensor.any()) for name, tensor in state.items() if _grows(name)):
+        what = "the trained LoRA is zero: it changes nothing"
+        raise DivergedError(what, where=str(context.run_dir), remedy=TRAIN_MORE)
     folder = context.run_dir / "lora"
     temporary = context.run_dir / "lora.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -228,7 +235,9 @@ def prove_lora(
     if untouched is not None:
         reload_error = max(reload_error, relative_difference(base, untouched))
     if math.isnan(reload_error) or math.isnan(effect):
-        raise DivergedError("the model's output with the saved LoRA is not finite", where=str(path))
+        raise DivergedError(
+            "the model's output with the saved LoRA is not finite", where=str(path), remedy=LOWER_RATE
+        )
     if reload_error > tolerance:
         raise DataError(
             f"loaded from disk, the LoRA gives other outputs (relative difference {reload_error:.2e}, "
@@ -236,19 +245,27 @@ def prove_lora(
             where=str(path),
             remedy="this is a defect of the trainer: please report it; the checkpoints stay",
         )
-    if effect == 0.0:
-        raise DivergedError(
-            "the LoRA does not change the model's output",
-            where=str(path),
-            remedy="train more steps, or raise train.learning_rate",
-        )
+    require_effect(effect, "the LoRA", str(path))
     return Proof(reload_error=reload_error, effect=effect, layers=layers)
+
+
+def require_effect(effect: float, what: str, where: str) -> None:
+    """Raise DivergedError where `what` moves the model's output by nothing, or to what is no number."""
+    if not math.isfinite(effect):
+        raise DivergedError("the model's output is not finite", where=where, remedy=LOWER_RATE)
+    if effect == 0.0:
+        raise DivergedError(f"{what} does not change the model's output", where=where, remedy=TRAIN_MORE)
 
 
 def load_lora(context: Context, model: Any, path: Path) -> None:
     """Put the file's adapter on, in the type it was trained in: FP8 products magnify any other rounding."""
     context.family.load_adapter(model, path)
     lora.to_model_type(model)
+
+
+def _grows(name: str) -> list[str]:
+    """The part of an adapter that a tensor is, if training starts it at zero; else none."""
+    return [part for part in _GROWS_FROM_ZERO if part in name]
 
 
 def check_file(path: Path) -> int:
@@ -259,8 +276,9 @@ def check_file(path: Path) -> int:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as error:
-        raise DataError(f"cannot be read as safetensors ({error})", where=str(path)) from error
-    ups = {name: part for name in tensors for part in _GROWS_FROM_ZERO if part in name}
+        what = f"cannot be read as safetensors ({error})"
+        raise DataError(what, where=str(path), remedy=UNREADABLE) from error
+    ups = {name: part for name in tensors for part in _grows(name)}
     faults = [f"{name} is not finite" for name, value in tensors.items() if not bool(value.isfinite().all())]
     if not ups:
         faults.append("holds no lora_B tensor: this is not a LoRA, or it was saved empty")

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trainer.errors import AccessError, DataError
+from trainer.files.safetensors import UNREADABLE
 from trainer.modeling.adapter.comfyui import Parts, alpha_and_rank
 from trainer.modeling.adapter.lora import effective_change
 
@@ -66,7 +67,8 @@ def read_adapter(path: Path) -> AdapterFile:
             metadata = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as error:
-        raise DataError(f"cannot be read as safetensors ({error})", where=str(path)) from error
+        what = f"cannot be read as safetensors ({error})"
+        raise DataError(what, where=str(path), remedy=UNREADABLE) from error
     layout = _layout(tensors, metadata, path)
     layers = _by_layer(tensors, layout, path)
     inside = metadata.pop(CONFIG_INSIDE, None)

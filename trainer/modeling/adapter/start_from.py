@@ -41,7 +41,11 @@ def _read(path: Path) -> AdapterFile:
     try:
         adapter = read_adapter(path)
     except (DataError, AccessError) as error:
-        told = [dataclasses.replace(one, what=f"{path}: {one.what}", where=WHERE) for one in error.problems]
+        remedy = "name a file that a run saved, whole, or leave lora.init_from out"
+        told = [
+            dataclasses.replace(one, what=f"{path}: {one.what}", where=WHERE, remedy=one.remedy or remedy)
+            for one in error.problems
+        ]
         raise ConfigError(told) from error
     if adapter.layout == "comfyui":
         what = f"{path} is laid out for ComfyUI, or of another program: it does not say how it was trained"

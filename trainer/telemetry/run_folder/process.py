@@ -78,7 +78,10 @@ def begin(run_dir: Path, *, supervisor: int, runtime_dir: Path) -> None:
 
     Raises StorageError.
     """
-    here = str(Path.cwd())
+    try:
+        here = str(Path.cwd())
+    except FileNotFoundError:  # it was removed
+        here = ""
     process = Process(
         supervisor=supervisor,
         runtime_dir=str(runtime_dir.absolute()),
