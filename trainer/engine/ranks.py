@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from trainer.engine.meeting.lifeline import GO_ON, Lifeline
 from trainer.engine.meeting.meeting import Meeting, connected, met
+from trainer.engine.waits import Waits
 from trainer.errors import EndedTogether, HardwareError, LostError, PeerLostError, StoppedError, TrainerError
 from trainer.planning.out_of_memory import is_out_of_memory
 from trainer.telemetry.status import StatusWriter
@@ -27,7 +27,6 @@ from trainer.telemetry.status import StatusWriter
 Item = TypeVar("Item")
 _TIMEOUT = datetime.timedelta(weeks=3)
 """Longer than any phase: it is the supervisor that judges who is silent, not a library."""
-_TOLD_SECONDS = 1.0
 _LOOK_SECONDS = 0.05
 _ELSEWHERE_SECONDS = 10.0
 """Longest time from a broken connection to the end of this process, where several hosts train."""
@@ -228,53 +227,6 @@ def _unconnected(what: str) -> HardwareError:
 
 ALONE = Ranks()
 """The one process of a run."""
-
-
-class Waits:
-    """Tells a status when this process waits for others for longer than a moment, and when it goes on.
-
-    A thread looks once a second, so that the many short waits of a step cost no writing. The time of all
-    waits is taken off the step's.
-    """
-
-    def __init__(self, status: StatusWriter) -> None:
-        self._status, self._lock, self._ended = status, threading.Lock(), threading.Event()
-        self._since: float | None = None
-        self._told = False
-        """Whether the status says that this process waits now."""
-        threading.Thread(target=self._watch, daemon=True, name="waits").start()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._since, self._told = time.monotonic(), False
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            assert self._since is not None
-            waited, self._since = time.monotonic() - self._since, None
-            self._status.waited(waited, told=self._told)
-
-    def _watch(self) -> None:
-        while not self._ended.wait(_TOLD_SECONDS):
-            with self._lock:
-                waits = self._since is not None and time.monotonic() - self._since >= _TOLD_SECONDS
-                if waits and not self._told:  # once: ranks that wait for each other for ever fall silent
-                    self._status.wait()
-                    self._told = True
-
-    def now(self) -> bool:
-        """Whether the status says so now."""
-        return self._told and self._since is not None
-
-    def still(self) -> None:
-        """Say again that this process waits, where it was told: for ranks of other hosts, which work."""
-        with self._lock:
-            if self.now():
-                self._status.wait()
-
-    def end(self) -> None:
-        """End the thread."""
-        self._ended.set()
 
 
 def _await(store: Any, rank: int, size: int, look: Callable[[], None]) -> None:

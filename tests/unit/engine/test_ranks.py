@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from tests.ranks import Workers
 from trainer.engine.caching.store import DamagedEntryError
-from trainer.engine.ranks import ALONE, Ranks, Waits, joined
+from trainer.engine.ranks import ALONE, Ranks, joined
+from trainer.engine.waits import Waits
 from trainer.errors import (
     DataError,
     EndedTogether,
