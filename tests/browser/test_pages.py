@@ -58,6 +58,13 @@ def pages(full: Full) -> dict[str, str]:
     }
 
 
+RESTS = """
+from trainer.cli import main
+from trainer.ui import looking
+looking._STILL = ((0.0, 1e9),)
+main()
+"""
+"""The command with streams that look once and then rest for years."""
 SHOWN = ("runs", "run-training", "run-failed", "compare")
 """Pages whose pictures are in the documents."""
 
@@ -101,6 +108,33 @@ def test_without_a_session_there_is_a_login_and_wrong_tokens_wait(
     page.get_by_label("Token").fill((empty.runs / ".studio/token").read_text())
     page.get_by_role("button", name="Open the studio").click()
     page.get_by_text("Too many wrong tokens: wait").wait_for(timeout=_WAIT_MS)
+
+
+def test_a_tab_that_rests_is_current_once_somebody_turns_to_it(
+    new_context: NewContext, start: Callable[..., Running], tmp_path: Path
+) -> None:
+    """By the focus, which the window of another program had, and by its being shown again."""
+    studio = start(tmp_path, code=RESTS)
+    made.make_run(studio.runs / "cats", done=100)
+    page = logged_in(new_context(), studio)
+    row = page.locator("[data-row]")
+    expect(row).to_have_text(["cats"])
+    until(page, "!!document.getElementById('home')._htmx?.sse?.reader")
+    page.wait_for_timeout(2500)  # its first look is over; a stream that did not rest would have another
+    made.make_run(studio.runs / "dogs", done=100)
+    page.wait_for_timeout(2500)
+    expect(row).to_have_text(["cats"])
+    page.evaluate("dispatchEvent(new Event('focus'))")
+    expect(row).to_have_text(["dogs", "cats"], timeout=_WAIT_MS)
+    for hidden in ("true", "false"):
+        page.evaluate(
+            f"Object.defineProperty(document, 'hidden', {{configurable: true, value: {hidden}}});"
+            "document.dispatchEvent(new Event('visibilitychange'))"
+        )
+        if hidden == "true":
+            until(page, "!document.getElementById('home')._htmx.sse.reader")
+            made.make_run(studio.runs / "owls", done=100)
+    expect(row).to_have_text(["owls", "dogs", "cats"], timeout=_WAIT_MS)
 
 
 def test_every_line_is_seen_once_over_reconnects_and_a_resume(

@@ -21,7 +21,7 @@ from trainer.queue.local import Local
 from trainer.telemetry import control
 from trainer.telemetry.control import Order
 from trainer.ui.studio import Studio, identifier
-from trainer.ui.views.queueing.jobs import WORDS, Act, change_job, queue_signature, queue_view
+from trainer.ui.views.queueing.jobs import WORDS, Act, change_job, queue_look, queue_view
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -135,16 +135,16 @@ def test_a_signature_changes_with_the_queue_and_asks_for_nothing_while_that_rest
                lambda: queue.move([three], 1), lambda: queue.forget(two), lambda: queue.release(one),
                fake.start_due, lambda: fake.fake.started[0].end(0), lambda: queue.release(three),
                lambda: queue.hold(three)]  # fmt: skip
-    seen = [queue_signature(studio)]
+    seen = [queue_look(studio)]
     for change in changes:
         change()
-        seen.append(queue_signature(studio))
+        seen.append(queue_look(studio))
         assert seen[-1] != seen[-2]
     with monkeypatch.context() as patched:
         patched.setattr(Local, "jobs", None)
-        assert queue_signature(studio) == seen[-1]
+        assert queue_look(studio) == seen[-1]
         patched.setattr("trainer.ui.views.queueing.jobs.is_scheduled", lambda folder: True)
-        assert queue_signature(studio) != seen[-1]
+        assert queue_look(studio) != seen[-1]
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from trainer.telemetry.run_folder.process import working_folder
 from trainer.telemetry.run_folder.tries import run_of
 from trainer.telemetry.rundir import CONFIG_FILE
 from trainer.telemetry.runs import read_run
+from trainer.ui.looking import Look
 from trainer.ui.studio import Studio, UnknownIdError, identifier
 from trainer.ui.views.queueing.lanes import Lane, lanes
 from trainer.ui.views.queueing.more import more_of
@@ -169,19 +170,19 @@ def _sections(studio: Studio, rows: Sequence[QueueRow], every: Sequence[Entry]) 
         )
 
 
-def queue_signature(studio: Studio) -> object:
-    """A value that changes whenever `queue_view` would. Cheap where no job waits or runs: such a queue
-    changes by its database alone.
+def queue_look(studio: Studio) -> Look:
+    """A look at all that `queue_view` shows. Cheap where no job waits or runs: such a queue changes by its
+    database alone.
     """
     queue = users_queue()
     try:
         # before the jobs are read: what changes in between is seen at the next look
         changes = database.changes(queue.folder)
         if _rests(queue.folder, changes):
-            return changes, is_scheduled(queue.folder)
+            return Look(changes=(changes, is_scheduled(queue.folder)))
     except StorageError:
         pass  # the view says so
-    return queue_view(studio)
+    return Look(changes=queue_view(studio), works=True)
 
 
 _at_rest: dict[Path, bytes | None] = {}
