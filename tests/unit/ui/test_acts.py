@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 from tests.unit.queue.fakes import FakeLocal, FakeMachine, wanted
 from tests.unit.ui import made
 from trainer.config import environment
+from trainer.errors import Problem
 from trainer.queue.database import Machine
 from trainer.queue.launcher import CPU, Request, State
 from trainer.queue.local import Local
@@ -54,6 +55,27 @@ def test_a_button_leaves_the_order_for_the_run(
         assert "it does so after the present step" in client.get(path).text
         control.answer(runtime, order, step=4, done="step-000004")
         assert re.search(r"done at step 4, step-000004", client.get(path).text)
+
+
+def test_previews_that_a_stop_came_before_are_told(
+    client: TestClient, studio: Studio, tmp_path: Path
+) -> None:
+    """While it saves, and after its end."""
+    folder, runtime = made.make_run(studio.runs / "cats"), tmp_path / "rt"
+    path = f"/runs/{identifier(studio.runs, folder)}"
+    with made.running(folder, runtime, step=3, steps=300):
+        control.ask(folder, Order.SAMPLE)
+        assert "draw previews: it does so after" in client.get(path).text
+        control.ask(folder, Order.STOP)
+        assert "draw previews: it does not, since it was asked to stop." in client.get(path).text
+        left = control.not_drawn(runtime)
+    stopped = Problem(what="stopped on request")
+    made.ended(folder, 75, problems=[stopped])
+    assert "were not drawn" not in client.get(path).text
+    made.ended(folder, 75, problems=[stopped, *left])
+    page = client.get(path).text
+    assert "were not drawn: it ended before" in page and "resume the run, and ask again" in page
+    assert "<li>stopped on request" not in page, "its exit code says so"
 
 
 def test_a_run_of_the_queue_is_stopped_there(client: TestClient, studio: Studio) -> None:

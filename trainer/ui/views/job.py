@@ -264,7 +264,7 @@ def _end(run: Run, lines: Sequence[LogLine]) -> EndView | None:
         code=run.end.exit_code,
         meaning=run.end.meaning,
         cause=run.end.cause if not run.end.problems else "",
-        problems=() if stopped else run.end.problems,
+        problems=run.end.problems[1:] if stopped else run.end.problems,  # that of a stop is its exit code's
         remedy="" if known else remedy(run.end.exit_code),
         lines=tuple(lines[-_LAST_LINES:]),
     )
