@@ -16,6 +16,7 @@ from tests.unit.queue.fakes import FakeLocal, FakeMachine, wanted
 from tests.unit.ui import made
 from trainer.config import environment
 from trainer.errors import Problem
+from trainer.machine.occupancy import GpuUse
 from trainer.queue.database import Machine
 from trainer.queue.launcher import CPU, Request, State
 from trainer.queue.local import Local
@@ -235,6 +236,21 @@ def test_a_waiting_job_is_given_other_gpus(client: TestClient, studio: Studio, t
     assert local.job("1").gpus == ("GPU-a",)
     for run in two_gpus.live():
         run.end(0)
+
+
+def test_the_driver_is_asked_once_for_one_page(
+    client: TestClient, studio: Studio, two_gpus: FakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through NVML, which takes milliseconds a GPU."""
+    FakeLocal(environment.queue_dir(), two_gpus).submit([wanted("cats", ("GPU-c",))])
+    asked = list[int]()
+
+    def gpus() -> tuple[GpuUse, ...]:
+        asked.append(1)
+        return two_gpus.gpus()
+
+    monkeypatch.setattr("trainer.queue.local.usable_gpus", gpus)
+    assert "GPU 2" in client.get("/").text and len(asked) == 1
 
 
 def test_jobs_of_a_group_are_one_row_that_leads_to_their_comparison(

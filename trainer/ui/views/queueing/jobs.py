@@ -135,7 +135,8 @@ def queue_view(studio: Studio) -> QueueView:
     """All jobs but those that finished. Changes nothing."""
     queue = users_queue()
     try:
-        every, gpus = overview(queue), queue.gpus()
+        gpus = queue.gpus()
+        every = overview(queue, gpus)
     except StorageError as error:
         return QueueView(rows=(), scheduled=is_scheduled(queue.folder), problems=error.problems)
     entries = [entry for entry in every if entry.seen.state is not State.FINISHED]
