@@ -76,6 +76,12 @@ class Run:
     """Results and records that a user takes away."""
 
     @property
+    def working_folder(self) -> Path | None:
+        """The folder that relative paths of its configuration begin at; None where that is not recorded."""
+        begins = "" if self.process is None else self.process.working_folder
+        return Path(begins) if begins else None
+
+    @property
     def phase(self) -> Phase | None:
         """The part of its work that it does now; None where it does not run, or is not seen."""
         return self.statuses[0].phase if self.statuses and self.statuses[0] is not None else None
@@ -279,10 +285,3 @@ def _whole(value: float | None) -> str:
 
 def _short(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
-
-
-def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Configuration keys in which the runs differ -> each run's value; `-` where a run has none."""
-    keys = dict.fromkeys(key for run in runs for key in run.config)
-    values = {key: [run.config.get(key, "-") for run in runs] for key in keys}
-    return {key: row for key, row in values.items() if len(set(row)) > 1}
