@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import GOES_ON, ExitCode
+from trainer.queue.launcher import State as JobState
 from trainer.telemetry.run_folder.process import PROCESS_FILE, Process, is_running, read_process
 from trainer.telemetry.rundir import CONFIG_FILE
 from trainer.telemetry.runs import Run, State, heartbeats
@@ -20,6 +21,12 @@ from trainer.ui.looking import Look
 LOG_FILE = "log.jsonl"
 _WATCHED = (METRICS_LOG, LOG_FILE, CONFIG_FILE, "plan.json", "samples", "checkpoints", "lora", "best")
 _RECORDS_KEPT = 4096
+KINDS: Mapping[JobState, str] = {
+    JobState.WAITING: "waiting", JobState.HELD: "paused", JobState.UNKNOWN: "paused",
+    JobState.RUNNING: "running", JobState.STOPPING: "running",
+    JobState.FINISHED: "good", JobState.FAILED: "bad", JobState.LOST: "bad",
+}  # fmt: skip
+"""Icon and colour of each state of a job."""
 PHASES: Mapping[Phase, str] = {
     Phase.LOAD: "loading the base",
     Phase.CACHE: "encoding pictures and captions",

@@ -28,17 +28,12 @@ from trainer.telemetry.rundir import CONFIG_FILE
 from trainer.telemetry.runs import read_run
 from trainer.ui.looking import Look
 from trainer.ui.studio import Studio, UnknownIdError, identifier
+from trainer.ui.views.queueing.clusters import ClusterRow, cluster_look, cluster_rows
 from trainer.ui.views.queueing.lanes import Lane, lanes
 from trainer.ui.views.queueing.more import more_of
 from trainer.ui.views.runs import run_folder
-from trainer.ui.views.state import StateView
+from trainer.ui.views.state import KINDS, StateView
 
-KINDS = {
-    State.WAITING: "waiting", State.HELD: "paused", State.RUNNING: "running", State.STOPPING: "running",
-    State.FINISHED: "good", State.FAILED: "bad", State.LOST: "bad",
-    State.UNKNOWN: "paused",
-}  # fmt: skip
-"""Icon and colour of each state of a job."""
 STEPS = "train.max_train_steps"
 _MOST_DIGITS = 7
 _COMMAND = re.compile(r"[;:,]? ?`trainer queue hold --release`[^;:,]*")
@@ -122,8 +117,15 @@ class QueueView:
     """GPUs and who has them when, where something waits."""
     scheduled: bool
     """Whether a process starts what waits."""
+    clusters: tuple[ClusterRow, ...] = ()
+    """Jobs that were handed to clusters."""
     problems: tuple[Problem, ...] = ()
     """Why the queue cannot be shown, where it cannot."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True where there is nothing to show."""
+        return not (self.rows or self.clusters or self.problems)
 
     @property
     def stands_still(self) -> bool:
@@ -132,13 +134,18 @@ class QueueView:
 
 
 def queue_view(studio: Studio) -> QueueView:
-    """All jobs but those that finished. Changes nothing."""
-    queue = users_queue()
+    """All jobs but those that finished, and those of clusters. Changes nothing."""
+    queue, problems = users_queue(), list[Problem]()
+    clusters, gpus, every = tuple[ClusterRow, ...](), tuple[GpuUse, ...](), list[Entry]()
+    try:
+        clusters = cluster_rows(studio, queue.folder)
+    except StorageError as error:
+        problems += error.problems
     try:
         gpus = queue.gpus()
         every = overview(queue, gpus)
     except StorageError as error:
-        return QueueView(rows=(), scheduled=is_scheduled(queue.folder), problems=error.problems)
+        problems += error.problems
     entries = [entry for entry in every if entry.seen.state is not State.FINISHED]
     rows = tuple(_row(studio, entry, place, len(entries), gpus) for place, entry in enumerate(entries))
     return QueueView(
@@ -146,6 +153,8 @@ def queue_view(studio: Studio) -> QueueView:
         sections=tuple(_sections(studio, rows, every)),
         lanes=lanes(entries, gpus),
         scheduled=is_scheduled(queue.folder),
+        clusters=clusters,
+        problems=tuple(problems),
     )
 
 
@@ -177,10 +186,12 @@ def queue_look(studio: Studio) -> Look:
     """
     queue = users_queue()
     try:
+        clusters = cluster_look(queue.folder)
         # before the jobs are read: what changes in between is seen at the next look
         changes = database.changes(queue.folder)
         if _rests(queue.folder, changes):
-            return Look(changes=(changes, is_scheduled(queue.folder)))
+            seen = (changes, is_scheduled(queue.folder), clusters.changes)
+            return Look(changes=seen, works=clusters.works)
     except StorageError:
         pass  # the view says so
     return Look(changes=queue_view(studio), works=True)
