@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -404,6 +405,40 @@ def test_a_job_is_given_another_gpu_and_the_lanes_follow(new_context: NewContext
     local = Local(folder=full.studio.runs.parent / "queue")
     local.assign("1", ())
     local.release("3")
+
+
+def contrast(*colours: str) -> float:
+    """Ratio of two opaque colours as WCAG 2.2 counts it."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)]
+        assert len(parts) == 3, colour
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    low, high = sorted(map(luminance, colours))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("name", "field"), [("runs", "run"), ("new", "depth"), ("new", "preset")])
+def test_a_box_is_seen_whether_it_is_ticked_or_not(
+    new_context: NewContext, full: Full, scheme: str, name: str, field: str
+) -> None:
+    """By what axe does not look at: the edge of an empty one, and the face of a ticked one and its mark."""
+    page = logged_in(new_context(color_scheme=scheme), full.studio)
+    opened(page, full.studio.url + pages(full)[name])
+    box = page.locator(f"main input[name={field}]").last
+    look = """(box) => { const is = getComputedStyle(box), mark = getComputedStyle(box, "::before");
+      const behind = [...document.querySelectorAll(".card"), document.body].find((one) => one.contains(box));
+      return [is.borderTopColor, is.backgroundColor, mark.backgroundColor, mark.visibility,
+        getComputedStyle(behind).backgroundColor]; }"""
+    assert not box.is_checked()
+    edge, face, _, mark, behind = box.evaluate(look)
+    assert contrast(edge, behind) >= 3 and contrast(edge, face) >= 3 and mark == "hidden"
+    box.check()
+    _, face, mark, shown, behind = box.evaluate(look)
+    assert contrast(face, behind) >= 3 and contrast(face, mark) >= 3 and shown == "visible"
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
