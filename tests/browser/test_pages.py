@@ -71,11 +71,13 @@ SHOWN = ("runs", "run-training", "run-failed", "compare")
 
 
 def opened(page: Page, url: str) -> None:
-    """Load a page, and wait until its stream has filled it where it has one."""
+    """Load a page, and wait until its stream has filled it where it has one, and its curves are drawn."""
     page.goto(url)
     if page.locator(".charts").count():
         until(page, "studio.points.length > 0")
         page.wait_for_selector(".charts canvas", timeout=_WAIT_MS)
+    if page.locator("#compared").count():
+        page.wait_for_selector("#compared canvas", timeout=_WAIT_MS)
 
 
 def test_a_link_opens_a_session_and_leaves_no_token(new_context: NewContext, full: Full) -> None:
@@ -375,7 +377,8 @@ def test_keys_lead_through_the_runs(new_context: NewContext, full: Full) -> None
 
 def test_the_list_follows_the_queue(new_context: NewContext, full: Full) -> None:
     page = logged_in(new_context(), full.studio)
-    assert page.locator(".queue .what b").all_text_contents() == ["cats-rank-8", "cats-rank-16"]
+    jobs = ["cats-rank-8", "cats-rank-16", "cats-rank-64"]
+    assert page.locator(".queue .what b").all_text_contents() == jobs, "the last one is a cluster's"
     group = page.locator(".group > details > summary")
     expect(group).to_have_text("cats 2 jobs: 1 waiting, 1 held")
     group.click()
