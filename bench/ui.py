@@ -305,6 +305,7 @@ def _studio(folder: Path, *code: str) -> Iterator[tuple[subprocess.Popen[str], s
         **environment.snapshot(),
         "TRAINER_FACTS": str(FACTS),
         "TRAINER_RUNTIME_DIR": str(folder / "runtime"),
+        "TRAINER_QUEUE_DIR": str(folder / "queue"),  # that of this user may have jobs
     }
     process = subprocess.Popen(words, cwd=REPOSITORY, env=environ, stdout=subprocess.PIPE, text=True)
     try:

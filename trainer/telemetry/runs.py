@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -156,10 +157,11 @@ def _at(folder: Path, depth: int, tell: Callable[[str], None], *, nested: bool =
 
 def _below(folder: Path, depth: int, tell: Callable[[str], None]) -> list[Path]:
     found: list[Path] = []
-    for path in sorted(folder.iterdir()):
+    with os.scandir(folder) as entries:  # the kind of each comes with its name
+        names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    for path in (folder / name for name in names):
         try:
-            if path.is_dir() and not path.is_symlink():
-                found += _at(path, depth - 1, tell)
+            found += _at(path, depth - 1, tell)
         except PermissionError:
             tell(f"{path}: this user may not look into it")
     return found

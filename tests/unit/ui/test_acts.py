@@ -163,6 +163,8 @@ def test_a_signature_changes_with_the_queue_and_asks_for_nothing_while_that_rest
         change()
         seen.append(queue_look(studio))
         assert seen[-1] != seen[-2]
+        assert seen[-1].works is any(found.state is State.RUNNING for _, found in queue.jobs())
+    assert [one.works for one in seen].count(True) == 1, "what waits does nothing"
     with monkeypatch.context() as patched:
         patched.setattr(Local, "jobs", None)
         assert queue_look(studio) == seen[-1]

@@ -16,7 +16,7 @@ from trainer.ui.page import part, render
 from trainer.ui.studio import Studio
 from trainer.ui.views.queueing.jobs import WORDS, Act, assign_job, change_job, queue_look, queue_view
 from trainer.ui.views.runs import FILTERS, RunsView, run_folders, runs_view
-from trainer.ui.views.state import run_look
+from trainer.ui.views.state import row_look
 
 
 def routes(studio: Studio) -> Sequence[BaseRoute]:
@@ -70,7 +70,7 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
 
 def _look(studio: Studio) -> Look:
     """A look at the queue and at all runs."""
-    queue, runs = queue_look(studio), [run_look(folder) for folder in run_folders(studio)]
+    queue, runs = queue_look(studio), [row_look(folder) for folder in run_folders(studio)]
     return Look(
         changes=(queue.changes, [one.changes for one in runs]), works=any(one.works for one in (queue, *runs))
     )

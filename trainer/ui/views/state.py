@@ -115,9 +115,20 @@ def run_look(folder: Path) -> Look:
     return Look(changes=changes, works=changes[0] is True)
 
 
+def row_look(folder: Path) -> Look:
+    """A look at all that the list shows of a run: of one that has ended the time of its folder is enough, as
+    whatever begins in it writes process.json anew. Asked of each run at each look of the home page.
+    """
+    written = _stamp(f"{folder}/{PROCESS_FILE}")
+    process = None if written is None else _process(folder, written)
+    if process is None or process.exit_code is None:
+        return run_look(folder)
+    return Look(changes=(written, _stamp(str(folder)), _stamp(f"{folder}/{METRICS_LOG}")))
+
+
 def signature(folder: Path) -> tuple[object, ...]:
     """A value that changes whenever a run's page would: whether it runs, sizes and times of its files, its
-    heartbeat, and whether that of one of its ranks is late. Asked of each run at each look of a tab.
+    heartbeat, and whether that of one of its ranks is late.
     """
     stamps: list[object] = [_stamp(f"{folder}/{name}") for name in _WATCHED]
     written = _stamp(f"{folder}/{PROCESS_FILE}")

@@ -181,8 +181,8 @@ def _sections(studio: Studio, rows: Sequence[QueueRow], every: Sequence[Entry]) 
 
 
 def queue_look(studio: Studio) -> Look:
-    """A look at all that `queue_view` shows. Cheap where no job waits or runs: such a queue changes by its
-    database alone.
+    """A look at all that `queue_view` shows; it works where a job runs. Cheap where none waits or runs: then
+    the queue changes by its database alone.
     """
     queue = users_queue()
     try:
@@ -194,7 +194,8 @@ def queue_look(studio: Studio) -> Look:
             return Look(changes=seen, works=clusters.works)
     except StorageError:
         pass  # the view says so
-    return Look(changes=queue_view(studio), works=True)
+    view = queue_view(studio)
+    return Look(changes=view, works=any(row.state.kind == "running" for row in view.rows))
 
 
 _at_rest: dict[Path, bytes | None] = {}
