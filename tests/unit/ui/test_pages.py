@@ -11,7 +11,6 @@ import json
 import os
 import re
 import urllib.parse
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -331,15 +330,15 @@ def test_a_removed_run_is_a_page_of_its_own(client: TestClient) -> None:
 
 def test_a_closed_folder_is_told(client: TestClient, studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernel's answer, which root does not get."""
-    closed, iterdir = studio.runs / "closed", Path.iterdir
+    closed, scandir = studio.runs / "closed", os.scandir
 
-    def refuse(folder: Path) -> Iterator[Path]:
+    def refuse(folder: Path) -> Any:
         if folder == closed:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-        return iterdir(folder)
+        return scandir(folder)
 
     closed.mkdir()
-    monkeypatch.setattr(Path, "iterdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
     assert "may not look into it" in client.get("/").text
 
 
