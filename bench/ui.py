@@ -80,8 +80,8 @@ _HURRY, _LINE_SECONDS = 400, 20
 """How many times as fast a tab's hours go, and seconds of them between two lines of its run."""
 _HURRIED = f"""
 from trainer.cli import main
-from trainer.ui import stream
-stream._LOOK_SECONDS /= {_HURRY}
+from trainer.ui import looking, stream
+looking._LOOK_SECONDS /= {_HURRY}
 stream._ALIVE_SECONDS /= {_HURRY}
 stream._REST = 0
 main()
@@ -89,8 +89,8 @@ main()
 """The command with streams that look, and say that they live, so much more often."""
 _LONGEST_LOOK_SECONDS = 600
 _LONGEST_WARMING_SECONDS = 120
-_IDLE_AFTER_SECONDS = 40
-"""Time without any change after which a tab is idle: its stream looks less often after 30 s."""
+_IDLE_AFTER_SECONDS = 130
+"""Time without any change after which a tab rests: its stream looks every 15 s once two minutes are over."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -305,6 +305,7 @@ def _studio(folder: Path, *code: str) -> Iterator[tuple[subprocess.Popen[str], s
         **environment.snapshot(),
         "TRAINER_FACTS": str(FACTS),
         "TRAINER_RUNTIME_DIR": str(folder / "runtime"),
+        "TRAINER_QUEUE_DIR": str(folder / "queue"),  # that of this user may have jobs
     }
     process = subprocess.Popen(words, cwd=REPOSITORY, env=environ, stdout=subprocess.PIPE, text=True)
     try:

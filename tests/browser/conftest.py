@@ -16,6 +16,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
 from tests.unit.ui import made
 from trainer.errors import Problem
+from trainer.queue.clusters import records
 from trainer.queue.launcher import CPU, Request
 from trainer.queue.local import Local
 from trainer.telemetry.run_folder.tries import Try
@@ -29,11 +30,18 @@ TWO_GPUS = """
 from trainer.cli import main
 from trainer.machine.occupancy import GpuUse
 from trainer.queue import local
+from trainer.queue.clusters import records
+from trainer.queue.launcher import Seen, State
+from trainer.ui.views.queueing import clusters
+waits = Seen(state=State.WAITING, words="Slurm: Resources")
+clusters.overview = lambda queue: [(one, waits) for one in records.kept(queue)]
 one, two = (GpuUse(uuid=f"GPU-{k}", index=k, name="Fake", pids=(4711,) * k) for k in (0, 1))
 local.usable_gpus = lambda: (one, two)
 main()
 """
-"""The command on a machine whose queue has two GPUs; another program computes on the second."""
+"""The command on a machine whose queue has two GPUs; another program computes on the second. In its cluster
+all jobs wait.
+"""
 
 
 @dataclass(kw_only=True)
@@ -222,6 +230,8 @@ def full(tmp_path_factory: pytest.TempPathFactory, start: Callable[..., Running]
     name, rest = "cyanotype-try-2", {"working_folder": root, "gpus": (CPU,), "pictures": one.pictures}
     local.submit([Request(config="{}", name=name, run=wait, **rest)])
     local.hold("2")
+    wide = {"job": "4127", "name": "cats-rank-64", "group": "cats", "run": str(runs / "cats-rank-64")}
+    records.keep(root / "queue", records.Submitted(launcher="slurm", **wide))
     with made.running(folders["portraits"], runtime, step=182, steps=300):
         yield Full(studio=start(root, code=TWO_GPUS), folders=folders, runtime=runtime)
 

@@ -209,6 +209,7 @@ def test_a_page_shows_what_became_of_a_change(start: Start, new_context: Context
     # the filter of pictures without one shows it no longer
     page.get_by_label("Caption of 1.png").fill("")
     page.get_by_role("link", name="No caption").click()
+    expect(page.locator(".tile")).to_have_count(1)  # of the page that is loaded now
     page.get_by_label("Caption of 1.png").fill("a bee")
     page.get_by_label("Caption of 1.png").press("Control+s")
     expect(page.locator(".tile .state")).to_have_count(0, timeout=60_000)

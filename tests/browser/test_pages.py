@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -58,16 +59,25 @@ def pages(full: Full) -> dict[str, str]:
     }
 
 
+RESTS = """
+from trainer.cli import main
+from trainer.ui import looking
+looking._STILL = ((0.0, 1e9),)
+main()
+"""
+"""The command with streams that look once and then rest for years."""
 SHOWN = ("runs", "run-training", "run-failed", "compare")
 """Pages whose pictures are in the documents."""
 
 
 def opened(page: Page, url: str) -> None:
-    """Load a page, and wait until its stream has filled it where it has one."""
+    """Load a page, and wait until its stream has filled it where it has one, and its curves are drawn."""
     page.goto(url)
     if page.locator(".charts").count():
         until(page, "studio.points.length > 0")
         page.wait_for_selector(".charts canvas", timeout=_WAIT_MS)
+    if page.locator("#compared").count():
+        page.wait_for_selector("#compared canvas", timeout=_WAIT_MS)
 
 
 def test_a_link_opens_a_session_and_leaves_no_token(new_context: NewContext, full: Full) -> None:
@@ -101,6 +111,33 @@ def test_without_a_session_there_is_a_login_and_wrong_tokens_wait(
     page.get_by_label("Token").fill((empty.runs / ".studio/token").read_text())
     page.get_by_role("button", name="Open the studio").click()
     page.get_by_text("Too many wrong tokens: wait").wait_for(timeout=_WAIT_MS)
+
+
+def test_a_tab_that_rests_is_current_once_somebody_turns_to_it(
+    new_context: NewContext, start: Callable[..., Running], tmp_path: Path
+) -> None:
+    """By the focus, which the window of another program had, and by its being shown again."""
+    studio = start(tmp_path, code=RESTS)
+    made.make_run(studio.runs / "cats", done=100)
+    page = logged_in(new_context(), studio)
+    row = page.locator("[data-row]")
+    expect(row).to_have_text(["cats"])
+    until(page, "!!document.getElementById('home')._htmx?.sse?.reader")
+    page.wait_for_timeout(2500)  # its first look is over; a stream that did not rest would have another
+    made.make_run(studio.runs / "dogs", done=100)
+    page.wait_for_timeout(2500)
+    expect(row).to_have_text(["cats"])
+    page.evaluate("dispatchEvent(new Event('focus'))")
+    expect(row).to_have_text(["dogs", "cats"], timeout=_WAIT_MS)
+    for hidden in ("true", "false"):
+        page.evaluate(
+            f"Object.defineProperty(document, 'hidden', {{configurable: true, value: {hidden}}});"
+            "document.dispatchEvent(new Event('visibilitychange'))"
+        )
+        if hidden == "true":
+            until(page, "!document.getElementById('home')._htmx.sse.reader")
+            made.make_run(studio.runs / "owls", done=100)
+    expect(row).to_have_text(["owls", "dogs", "cats"], timeout=_WAIT_MS)
 
 
 def test_every_line_is_seen_once_over_reconnects_and_a_resume(
@@ -340,7 +377,8 @@ def test_keys_lead_through_the_runs(new_context: NewContext, full: Full) -> None
 
 def test_the_list_follows_the_queue(new_context: NewContext, full: Full) -> None:
     page = logged_in(new_context(), full.studio)
-    assert page.locator(".queue .what b").all_text_contents() == ["cats-rank-8", "cats-rank-16"]
+    jobs = ["cats-rank-8", "cats-rank-16", "cats-rank-64"]
+    assert page.locator(".queue .what b").all_text_contents() == jobs, "the last one is a cluster's"
     group = page.locator(".group > details > summary")
     expect(group).to_have_text("cats 2 jobs: 1 waiting, 1 held")
     group.click()
@@ -370,6 +408,40 @@ def test_a_job_is_given_another_gpu_and_the_lanes_follow(new_context: NewContext
     local = Local(folder=full.studio.runs.parent / "queue")
     local.assign("1", ())
     local.release("3")
+
+
+def contrast(*colours: str) -> float:
+    """Ratio of two opaque colours as WCAG 2.2 counts it."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)]
+        assert len(parts) == 3, colour
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    low, high = sorted(map(luminance, colours))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("name", "field"), [("runs", "run"), ("new", "depth"), ("new", "preset")])
+def test_a_box_is_seen_whether_it_is_ticked_or_not(
+    new_context: NewContext, full: Full, scheme: str, name: str, field: str
+) -> None:
+    """By what axe does not look at: the edge of an empty one, and the face of a ticked one and its mark."""
+    page = logged_in(new_context(color_scheme=scheme), full.studio)
+    opened(page, full.studio.url + pages(full)[name])
+    box = page.locator(f"main input[name={field}]").last
+    look = """(box) => { const is = getComputedStyle(box), mark = getComputedStyle(box, "::before");
+      const behind = [...document.querySelectorAll(".card"), document.body].find((one) => one.contains(box));
+      return [is.borderTopColor, is.backgroundColor, mark.backgroundColor, mark.visibility,
+        getComputedStyle(behind).backgroundColor]; }"""
+    assert not box.is_checked()
+    edge, face, _, mark, behind = box.evaluate(look)
+    assert contrast(edge, behind) >= 3 and contrast(edge, face) >= 3 and mark == "hidden"
+    box.check()
+    _, face, mark, shown, behind = box.evaluate(look)
+    assert contrast(face, behind) >= 3 and contrast(face, mark) >= 3 and shown == "visible"
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

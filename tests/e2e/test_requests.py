@@ -47,6 +47,15 @@ def carried_out(process: Process, order: Order) -> Request:
     return process.wait_for(done)
 
 
+def stop_before_it_draws(process: Process) -> None:
+    """Ask a run for previews and to stop, both before it can look."""
+    trains = process.child()
+    os.kill(trains, signal.SIGSTOP)
+    control.ask(process.run_dir, Order.SAMPLE)
+    carried_out(process, Order.STOP)  # by its supervisor: the signal waits for the process
+    os.kill(trains, signal.SIGCONT)
+
+
 @pytest.mark.parametrize(
     ("case", "ranks"),
     [
@@ -69,14 +78,17 @@ def test_a_run_saves_draws_and_stops_as_it_is_asked_to(
     assert steps_saved(process.run_dir) == [f"step-{saved.step:06d}"]
     assert [one.step for one in read_run(process.run_dir).samples] == [0, 0, drawn.step, drawn.step]
     process.wait_for_phase(Phase.TRAIN, step=(drawn.step or 0) + 1)
-    control.ask(process.run_dir, Order.STOP)
+    stop_before_it_draws(process)
     code, errors = process.end()
     assert code == ExitCode.STOPPED, errors
     assert "Traceback" not in errors and "asked to stop" in errors
+    log = (process.run_dir / "log.jsonl").read_text()
+    assert "the previews that it was asked for were not drawn" in log
     ended = read_run(process.run_dir)
     assert ended.state is State.RESUMABLE and len(ended.checkpoints) == 2
     assert ended.end is not None and ended.end.exit_code == ExitCode.STOPPED
     assert ended.end.problems[0].what == "stopped on request"
+    assert "were not drawn" in ended.end.problems[1].what and len(ended.samples) == 4
 
 
 @pytest.mark.slow

@@ -99,11 +99,13 @@ def compare(folders: tuple[Path, ...], as_csv: bool, plot: Path | None) -> None:
       trainer runs compare runs/rank-16 runs/rank-32
       trainer runs compare runs --csv > compared.csv
     """
-    from trainer.telemetry.runs import differences, labels
+    from trainer.config.reading.paths import differences
+    from trainer.telemetry.runs import labels
 
     found = _read(folders, passing_over=False)
     rows = [["", *labels(found)]]
-    rows += [[key, *values] for key, values in differences(found).items() if key != "output_dir"]
+    differ = differences([run.config for run in found], [run.working_folder for run in found])
+    rows += [[key, *values] for key, values in differ.items() if key != "output_dir"]
     rows += [[column, *(run.figures[column] for run in found)] for column in found[0].figures]
     _print(rows, as_csv=as_csv)
     _plot(found, plot)

@@ -31,7 +31,7 @@ from trainer.errors import (
 from trainer.families import components, get
 from trainer.files import codec
 from trainer.planning.plan import Plan
-from trainer.telemetry import log
+from trainer.telemetry import control, log
 from trainer.telemetry.progress import bars, silence
 from trainer.telemetry.run_folder import process
 from trainer.telemetry.rundir import require_no_links
@@ -106,7 +106,11 @@ def _make_folder(config: RunConfig, spec: Spec, rank: int) -> None:
 
 
 def _tell(error: TrainerError, config: RunConfig, spec: Spec, rank: int) -> int:
-    """Log an error and leave it to the supervisor; gives its exit code."""
+    """Log an error, with previews that were asked for in vain, and leave it to the supervisor; gives its exit
+    code.
+    """
+    if spec.mode == "train" and rank == 0:
+        error = type(error)([*error.problems, *control.not_drawn(spec.status_folder(rank))])
     process.write_error(spec.status_folder(rank), error)
     fields = {"fields": {"exit_code": int(error.exit_code)}}
     logging.getLogger("trainer.run").error("%s", error, extra=fields)

@@ -76,9 +76,11 @@ class Entry:
         return "" if self.seconds_left is None else f"{about(self.seconds_left)} left"
 
 
-def overview(queue: Local) -> list[Entry]:
-    """All jobs in their order. Changes nothing, and needs no process that starts jobs."""
-    jobs, known = queue.jobs(), queue.gpus()
+def overview(queue: Local, known: Sequence[GpuUse] | None = None) -> list[Entry]:
+    """All jobs in their order, on the GPUs that are `known`, else asked for. Changes nothing, and needs no
+    process that starts jobs.
+    """
+    jobs, known = queue.jobs(), queue.gpus() if known is None else known
     names = {gpu.uuid: f"GPU {gpu.index}" for gpu in known} | {CPU: "the CPU"}
     running = [(job, _running(queue, job, seen, names)) for job, seen in jobs if seen.state in ALIVE]
     taken = queue.in_use(known)

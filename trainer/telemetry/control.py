@@ -149,6 +149,14 @@ def requests(runtime_dir: Path) -> tuple[Request, ...]:
     return tuple(sorted(filter(None, read), key=lambda one: one.asked_unix_seconds))
 
 
+def not_drawn(runtime_dir: Path) -> tuple[Problem, ...]:
+    """The problem of a run that ends before it has drawn previews that it was asked for; none without."""
+    if all(one.order is not Order.SAMPLE or one.step is not None for one in requests(runtime_dir)):
+        return ()
+    what = "the previews that it was asked for were not drawn: it ended before"
+    return (Problem(what=what, remedy="resume the run, and ask again"),)
+
+
 def forget(runtime_dir: Path) -> None:
     """Remove all requests and answers of a run that has ended."""
     shutil.rmtree(runtime_dir / _FOLDER, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,12 @@ class Run:
     checkpoints: tuple[Checkpoint, ...]
     files: tuple[SavedFile, ...]
     """Results and records that a user takes away."""
+
+    @property
+    def working_folder(self) -> Path | None:
+        """The folder that relative paths of its configuration begin at; None where that is not recorded."""
+        begins = "" if self.process is None else self.process.working_folder
+        return Path(begins) if begins else None
 
     @property
     def phase(self) -> Phase | None:
@@ -150,10 +157,11 @@ def _at(folder: Path, depth: int, tell: Callable[[str], None], *, nested: bool =
 
 def _below(folder: Path, depth: int, tell: Callable[[str], None]) -> list[Path]:
     found: list[Path] = []
-    for path in sorted(folder.iterdir()):
+    with os.scandir(folder) as entries:  # the kind of each comes with its name
+        names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    for path in (folder / name for name in names):
         try:
-            if path.is_dir() and not path.is_symlink():
-                found += _at(path, depth - 1, tell)
+            found += _at(path, depth - 1, tell)
         except PermissionError:
             tell(f"{path}: this user may not look into it")
     return found
@@ -279,10 +287,3 @@ def _whole(value: float | None) -> str:
 
 def _short(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
-
-
-def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Configuration keys in which the runs differ -> each run's value; `-` where a run has none."""
-    keys = dict.fromkeys(key for run in runs for key in run.config)
-    values = {key: [run.config.get(key, "-") for run in runs] for key in keys}
-    return {key: row for key, row in values.items() if len(set(row)) > 1}

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from trainer.errors import MEANING, TrainerError
 from trainer.ui.access import Access
 from trainer.ui.guard import Guard
+from trainer.ui.looking import Looks
 from trainer.ui.page import STATIC, render
 from trainer.ui.pages import compare, dataset, job, login, new, runs, settings, trying, welcome
 from trainer.ui.stream import Seats
@@ -75,7 +76,7 @@ def create_app(
         },
     )
     app.state.studio, app.state.access, app.state.seats = studio, access, Seats()
-    app.state.ending = asyncio.Event()
+    app.state.looks, app.state.ending = Looks(), asyncio.Event()
     return app
 
 

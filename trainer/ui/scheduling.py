@@ -17,7 +17,8 @@ from trainer.ui.views.settings import webhook_file
 LOG_FILE = "queue.log"
 """Words of that process, in the studio's folder."""
 _COMMAND = ("-m", "trainer", "queue", "run")
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 5.0
+"""Time between two looks whether that process lives: its end is no hurry, and each look wakes the studio."""
 _PAUSE_SECONDS = 15.0
 """Time between an end that nobody asked for and the next start."""
 _LAST_SECONDS = 10.0

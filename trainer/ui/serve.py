@@ -18,8 +18,8 @@ from trainer.errors import ConfigError, Problem
 from trainer.telemetry import locks
 from trainer.ui.access import TOKEN_FILE, Access
 from trainer.ui.app import LOOPBACK_HOSTS, create_app
+from trainer.ui.looking import RESTING_SECONDS, until_next
 from trainer.ui.scheduling import scheduling
-from trainer.ui.stream import RESTING_SECONDS, until_next
 from trainer.ui.studio import Studio
 from trainer.ui.views.new import warm
 from trainer.ui.views.runs import runs_view
@@ -33,7 +33,7 @@ _WARM_AFTER_SECONDS = 2
 
 
 class _Server(uvicorn.Server):
-    """A server that wakes every 5 s where nobody asks; uvicorn's own wakes ten times a second.
+    """A server that wakes every 15 s where nobody asks; uvicorn's own wakes ten times a second.
 
     `ending` is set once it is told to end.
     """

@@ -22,6 +22,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from trainer.ui.access import Access
+from trainer.ui.looking import Look, Looks, period, until_next
 from trainer.ui.studio import UnknownIdError
 
 COLUMNS = (
@@ -29,18 +30,14 @@ COLUMNS = (
     "device_memory_reserved_bytes",
 )  # fmt: skip
 """Values of a point, in their order; null where a line has none."""
-RESTING_SECONDS = 5.0
-"""Time between two wakes of a process that nobody asks anything."""
 MOST_STREAMS = 8
 """Streams of one session at a time."""
 _MARK_BYTES = 256
 _CHUNK_BYTES = 1 << 18
-_LOOK_SECONDS = 1.0
-_RESTS_AFTER_SECONDS = 30.0
-"""Time without a change after which a tab is looked after every `RESTING_SECONDS`."""
-_ALIVE_SECONDS = 15.0
+_ALIVE_SECONDS = 40.0
+"""Silence after which a line says that the stream lives: proxies end one that is silent for a minute."""
 _REST = 20
-"""A part that took a while to render is not looked at again for this many times as long."""
+"""A page that took a while to look at and to render is not looked at again for this many times as long."""
 _PLACE = re.compile(r"(\d{1,15})-([0-9a-f]{16})")
 
 
@@ -131,56 +128,63 @@ class Seats:
             del self._taken[session]
 
 
-def until_next(period: float) -> float:
-    """Seconds until a moment that all who wait for this period share, so that they wake the process once."""
-    return period - time.monotonic() % period if period else 0.0
-
-
 async def events(
     *,
     part: Callable[[], str],
-    changed: Callable[[], object],
+    look: Callable[[], Look],
+    looks: Looks,
     metrics: Path | None = None,
     place: Place = START,
 ) -> AsyncIterator[bytes]:
     """Events until the browser leaves: `points` of `metrics` behind `place`, `anew` before points that begin
-    anew, and the HTML of `part` when it is another one. `part` is asked when `changed` gives another value,
-    which is looked at every second, and every 5 s after 30 s in which nothing changed.
+    anew, and the HTML of `part` when it is another one. `part` is asked when `look` gives other changes; how
+    often that is called, `looking.period` says, and `looks` has it called now.
     """
     seen: object = None
-    shown, rested = "", 0.0
+    shown, rested, works = "", 0.0, False
     told = moved = time.monotonic()
     yield b"retry: 1000\n\n"
     while True:
-        spoke = False
-        while metrics is not None:
-            lines, behind, cut = await run_in_threadpool(lines_after, metrics, place)
-            if cut:
-                yield event("", name="anew", place=START)
-            if lines:
-                yield event(json.dumps(points(lines)), name="points", place=behind)
-            spoke, place = spoke or cut or bool(lines), behind
-            if not lines:
-                break
-        now = time.monotonic()
-        if now >= rested and (value := await run_in_threadpool(changed)) != seen:
-            try:
-                html = await run_in_threadpool(part)
-            except UnknownIdError:
-                return  # it was removed: the page says so when it is loaded again
-            moved = time.monotonic()
-            rested = moved + _REST * (moved - now)
-            seen = value
-            if html != shown:
-                yield event(html)
-                shown, spoke = html, True
-        if spoke:
+        asked, now = looks.asked, time.monotonic()
+        lines, place, cut, found = await run_in_threadpool(
+            _looked, metrics, place, look if now >= rested else None
+        )
+        if cut:
+            yield event("", name="anew", place=START)
+        if lines:
+            yield event(json.dumps(points(lines)), name="points", place=place)
+        if cut or lines:
             told = moved = time.monotonic()
-        elif time.monotonic() - told > _ALIVE_SECONDS:
+        if lines:
+            continue  # with what is behind them
+        if found is not None:
+            works = found.works
+            if found.changes != seen:
+                try:
+                    html = await run_in_threadpool(part)
+                except UnknownIdError:
+                    return  # it was removed: the page says so when it is loaded again
+                moved, seen = time.monotonic(), found.changes
+                if html != shown:
+                    yield event(html)
+                    shown, told = html, moved
+            rested = time.monotonic() + _REST * (time.monotonic() - now)
+        if time.monotonic() - told > _ALIVE_SECONDS:
             yield b": alive\n\n"  # how a server learns that nobody is there
             told = time.monotonic()
-        rests = time.monotonic() - moved > _RESTS_AFTER_SECONDS
-        await asyncio.sleep(until_next(RESTING_SECONDS if rests else _LOOK_SECONDS))
+        await looks.wait(until_next(period(time.monotonic() - moved, works=works)), asked)
+        if looks.asked > asked:
+            moved, rested = time.monotonic(), 0.0
+
+
+def _looked(
+    metrics: Path | None, place: Place, look: Callable[[], Look] | None
+) -> tuple[list[bytes], Place, bool, Look | None]:
+    """`lines_after`, and a look where there are none: in one call, since each one in a thread costs more than
+    what it does.
+    """
+    lines, behind, cut = ([], place, False) if metrics is None else lines_after(metrics, place)
+    return lines, behind, cut, None if lines or look is None else look()
 
 
 class _EventResponse(StreamingResponse):

@@ -44,6 +44,19 @@ def test_a_request_is_open_until_it_is_answered(tmp_path: Path) -> None:
     assert states(tmp_path) == [] and list(tmp_path.iterdir()) == []
 
 
+def test_previews_that_were_not_drawn_are_a_problem_of_the_end(tmp_path: Path) -> None:
+    assert control.not_drawn(tmp_path) == ()
+    control.put(tmp_path, Order.SAVE)
+    assert control.not_drawn(tmp_path) == (), "a run that ends saves"
+    control.put(tmp_path, Order.SAMPLE)
+    (asked,) = control.not_drawn(tmp_path)
+    assert "were not drawn" in asked.what and "ask again" in asked.remedy
+    control.take(tmp_path, BETWEEN_STEPS)
+    assert control.not_drawn(tmp_path) == (asked,), "it was about to draw them"
+    control.answer(tmp_path, Order.SAMPLE, step=7, done="samples/step-000007.png")
+    assert control.not_drawn(tmp_path) == ()
+
+
 def _ask_often(runtime: Path, times: int, go: Event) -> None:
     go.wait()
     for _ in range(times):

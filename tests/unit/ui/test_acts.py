@@ -15,13 +15,15 @@ from starlette.testclient import TestClient
 from tests.unit.queue.fakes import FakeLocal, FakeMachine, wanted
 from tests.unit.ui import made
 from trainer.config import environment
+from trainer.errors import Problem
+from trainer.machine.occupancy import GpuUse
 from trainer.queue.database import Machine
 from trainer.queue.launcher import CPU, Request, State
 from trainer.queue.local import Local
 from trainer.telemetry import control
 from trainer.telemetry.control import Order
 from trainer.ui.studio import Studio, identifier
-from trainer.ui.views.queueing.jobs import WORDS, Act, change_job, queue_signature, queue_view
+from trainer.ui.views.queueing.jobs import WORDS, Act, change_job, queue_look, queue_view
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -54,6 +56,27 @@ def test_a_button_leaves_the_order_for_the_run(
         assert "it does so after the present step" in client.get(path).text
         control.answer(runtime, order, step=4, done="step-000004")
         assert re.search(r"done at step 4, step-000004", client.get(path).text)
+
+
+def test_previews_that_a_stop_came_before_are_told(
+    client: TestClient, studio: Studio, tmp_path: Path
+) -> None:
+    """While it saves, and after its end."""
+    folder, runtime = made.make_run(studio.runs / "cats"), tmp_path / "rt"
+    path = f"/runs/{identifier(studio.runs, folder)}"
+    with made.running(folder, runtime, step=3, steps=300):
+        control.ask(folder, Order.SAMPLE)
+        assert "draw previews: it does so after" in client.get(path).text
+        control.ask(folder, Order.STOP)
+        assert "draw previews: it does not, since it was asked to stop." in client.get(path).text
+        left = control.not_drawn(runtime)
+    stopped = Problem(what="stopped on request")
+    made.ended(folder, 75, problems=[stopped])
+    assert "were not drawn" not in client.get(path).text
+    made.ended(folder, 75, problems=[stopped, *left])
+    page = client.get(path).text
+    assert "were not drawn: it ended before" in page and "resume the run, and ask again" in page
+    assert "<li>stopped on request" not in page, "its exit code says so"
 
 
 def test_a_run_of_the_queue_is_stopped_there(client: TestClient, studio: Studio) -> None:
@@ -135,16 +158,18 @@ def test_a_signature_changes_with_the_queue_and_asks_for_nothing_while_that_rest
                lambda: queue.move([three], 1), lambda: queue.forget(two), lambda: queue.release(one),
                fake.start_due, lambda: fake.fake.started[0].end(0), lambda: queue.release(three),
                lambda: queue.hold(three)]  # fmt: skip
-    seen = [queue_signature(studio)]
+    seen = [queue_look(studio)]
     for change in changes:
         change()
-        seen.append(queue_signature(studio))
+        seen.append(queue_look(studio))
         assert seen[-1] != seen[-2]
+        assert seen[-1].works is any(found.state is State.RUNNING for _, found in queue.jobs())
+    assert [one.works for one in seen].count(True) == 1, "what waits does nothing"
     with monkeypatch.context() as patched:
         patched.setattr(Local, "jobs", None)
-        assert queue_signature(studio) == seen[-1]
+        assert queue_look(studio) == seen[-1]
         patched.setattr("trainer.ui.views.queueing.jobs.is_scheduled", lambda folder: True)
-        assert queue_signature(studio) != seen[-1]
+        assert queue_look(studio) != seen[-1]
 
 
 @pytest.fixture
@@ -213,6 +238,21 @@ def test_a_waiting_job_is_given_other_gpus(client: TestClient, studio: Studio, t
     assert local.job("1").gpus == ("GPU-a",)
     for run in two_gpus.live():
         run.end(0)
+
+
+def test_the_driver_is_asked_once_for_one_page(
+    client: TestClient, studio: Studio, two_gpus: FakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through NVML, which takes milliseconds a GPU."""
+    FakeLocal(environment.queue_dir(), two_gpus).submit([wanted("cats", ("GPU-c",))])
+    asked = list[int]()
+
+    def gpus() -> tuple[GpuUse, ...]:
+        asked.append(1)
+        return two_gpus.gpus()
+
+    monkeypatch.setattr("trainer.queue.local.usable_gpus", gpus)
+    assert "GPU 2" in client.get("/").text and len(asked) == 1
 
 
 def test_jobs_of_a_group_are_one_row_that_leads_to_their_comparison(

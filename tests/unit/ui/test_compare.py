@@ -52,6 +52,40 @@ def test_settings_are_shown_where_they_differ_and_only_there(studio: Studio, two
     assert found == {"lora.rank": ("8", "16"), "note": ("-", "only here")}
 
 
+def test_one_place_is_no_difference_however_it_is_written(
+    studio: Studio, two: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command line names shipped folders from where it was started, the studio from the root on; a link
+    leads to the same place, and a name that is no path stays one.
+    """
+
+    def settings(*pairs: tuple[str, str]) -> dict[str, tuple[str, ...]]:
+        for folder, (pictures, model) in zip(two, pairs, strict=True):
+            text = (
+                f"data:\n  sets:\n  - img_dir: {pictures}\nmodel:\n  pretrained_model_name_or_path: {model}\n"
+            )
+            (folder / "config.resolved.yaml").write_text(text)
+        return {row.name: row.cells for row in compared(studio, "a", "b").settings}
+
+    (tmp_path / "there/base").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("there")
+    monkeypatch.chdir(tmp_path / "there")
+    made.ended(two[0], 0)
+    monkeypatch.chdir(tmp_path)
+    made.ended(two[1], 0)
+    there, name = tmp_path / "there", "black-forest-labs/FLUX.1-dev"
+    assert settings(("cats", name), (f"{there}/cats", name)) == {}
+    assert settings(("./cats/", "base"), ("link/cats", f"{there}/base")) == {}
+    assert settings(("cats", name), ("cats", f"{there}/base")) == {
+        "data.sets.0.img_dir": ("cats", "cats"),
+        "model.pretrained_model_name_or_path": (name, f"{there}/base"),
+    }
+    (two[0] / "process.json").unlink()
+    assert settings(("cats", name), (f"{there}/cats", name)) == {
+        "data.sets.0.img_dir": ("cats", f"{there}/cats")
+    }, "nobody knows where it was started"
+
+
 def test_decisions_of_plans_are_shown_where_they_differ(studio: Studio, two: tuple[Path, Path]) -> None:
     plan = json.loads((two[1] / "plan.json").read_text())
     plan["decisions"][0]["value"] = "bf16"

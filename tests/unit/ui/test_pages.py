@@ -11,7 +11,6 @@ import json
 import os
 import re
 import urllib.parse
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -287,14 +286,33 @@ def test_a_stop_on_request_is_no_trouble_and_counts_its_checkpoint(
     assert told.remedy not in text and "Step 26 of 300" in text and "Resume" in text
 
 
-def test_a_run_without_settings_says_where_it_goes_on(client: TestClient, studio: Studio) -> None:
+def test_a_run_without_settings_has_those_of_its_job_or_says_why_not(
+    client: TestClient, studio: Studio
+) -> None:
     folder = made.make_run(studio.runs / "cats")
     (folder / "config.resolved.yaml").unlink()
     made.ended(folder, 65)
-    text = client.get(f"/runs/{identifier(studio.runs, folder)}").text
-    assert (
-        "It was refused before it wrote its settings" in text and "Settings as this run has them" not in text
-    )
+    run = identifier(studio.runs, folder)
+    text = client.get(f"/runs/{run}").text
+    assert "It was refused before it wrote its settings" in text and "no job of this queue has" in text
+    assert "Settings as this run has them" not in text and "New run like this</a>" not in text
+    assert client.get(f"/new?run={run}").status_code == 404
+    queue = Local(folder=environment.queue_dir())
+    for rank in (4, 8):
+        config = f"family: flux1_dev\nlora:\n  rank: {rank}\ndata:\n  sets:\n  - img_dir: pictures\n"
+        rest = {"run": folder, "working_folder": studio.data, "gpus": (CPU,)}
+        queue.submit([Request(config=config, name="cats", **rest)])  # type: ignore[arg-type]
+        queue.hold(str(rank // 4))
+        if rank == 4:
+            queue.forget("1")
+    text = client.get(f"/runs/{run}").text
+    assert f'href="/new?run={run}">New run like this</a>' in text
+    assert "It was refused before it wrote its settings" in text and "no job of this queue has" not in text
+    assert "Settings that its job was given" in text and "rank: 8" in text
+    form = client.get(f"/new?run={run}").text
+    assert str(studio.data / "pictures") in form and "cats-2" in form
+    (folder / "config.resolved.yaml").write_text("family: flux1_dev\n")
+    assert "Settings as this run has them" in client.get(f"/runs/{run}").text
 
 
 def test_an_error_of_a_run_is_told_with_its_place_and_remedy(client: TestClient, studio: Studio) -> None:
@@ -312,15 +330,15 @@ def test_a_removed_run_is_a_page_of_its_own(client: TestClient) -> None:
 
 def test_a_closed_folder_is_told(client: TestClient, studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernel's answer, which root does not get."""
-    closed, iterdir = studio.runs / "closed", Path.iterdir
+    closed, scandir = studio.runs / "closed", os.scandir
 
-    def refuse(folder: Path) -> Iterator[Path]:
+    def refuse(folder: Path) -> Any:
         if folder == closed:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-        return iterdir(folder)
+        return scandir(folder)
 
     closed.mkdir()
-    monkeypatch.setattr(Path, "iterdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
     assert "may not look into it" in client.get("/").text
 
 

@@ -147,6 +147,7 @@ def test_what_starts_jobs_is_started_again_beside_another_and_knows_the_webhook(
     monkeypatch.delenv("TRAINER_WEBHOOK_FILE", raising=False)
     monkeypatch.setattr(scheduling, "_COMMAND", (str(program), str(said)))
     monkeypatch.setattr(scheduling, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(scheduling, "_LOOK_SECONDS", 0.1)
     Access(studio.folder)
     have_webhook_file(studio)
     present = tmp_path / "queue/scheduler.lock"

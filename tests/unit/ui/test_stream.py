@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from starlette.testclient import TestClient
 
 from tests.unit.ui import made
 from trainer.telemetry.sinks.records import MetricsLog, read_metrics
-from trainer.ui import stream
-from trainer.ui.stream import COLUMNS, START, Seats, events, lines_after, place_from, points, until_next
+from trainer.ui import looking, stream
+from trainer.ui.looking import Look, Looks, until_next
+from trainer.ui.stream import COLUMNS, START, Seats, events, lines_after, place_from, points
 from trainer.ui.studio import Studio, identifier
 
 
@@ -87,9 +89,13 @@ def test_points_are_the_rows_that_metrics_have(tmp_path: Path) -> None:
     assert found[-1] == [201, *[None] * (len(COLUMNS) - 1)]
 
 
+def same() -> Look:
+    return Look(changes=1)
+
+
 async def collected(count: int, **asked: object) -> list[bytes]:
     found: list[bytes] = []
-    async for one in events(**asked):  # type: ignore[arg-type]
+    async for one in events(**{"looks": Looks(), **asked}):  # type: ignore[arg-type]
         found.append(one)
         if len(found) == count:
             break
@@ -99,7 +105,7 @@ async def collected(count: int, **asked: object) -> list[bytes]:
 def test_events_are_points_with_their_place_then_the_part(tmp_path: Path) -> None:
     folder = made.make_run(tmp_path / "run", done=30)
     metrics = folder / "metrics.jsonl"
-    found = asyncio.run(collected(3, part=lambda: "<p>two\nlines</p>", changed=lambda: 1, metrics=metrics))
+    found = asyncio.run(collected(3, part=lambda: "<p>two\nlines</p>", look=same, metrics=metrics))
     size = metrics.stat().st_size
     assert found[0] == b"retry: 1000\n\n"
     head, name, data = found[1].decode().rstrip("\n").split("\n")
@@ -115,13 +121,13 @@ def test_a_place_of_another_file_is_told_before_its_points(tmp_path: Path) -> No
     log = MetricsLog(metrics)
     log.truncate_after(10)
     log.close()
-    found = asyncio.run(collected(3, part=lambda: "", changed=lambda: 1, metrics=metrics, place=place))
+    found = asyncio.run(collected(3, part=lambda: "", look=same, metrics=metrics, place=place))
     assert found[1].startswith(b"event: anew\n") and found[2].startswith(b"event: points\n")
     assert b"[[10, " in found[2] and b"[20, " not in found[2]
 
 
 def test_a_part_is_sent_again_only_when_it_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(looking, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(stream, "_REST", 0)
     changes, texts = iter([1, 1, 2, 3, 4]), iter(["one", "one", "two", "three"])
     asked: list[str] = []
@@ -130,14 +136,15 @@ def test_a_part_is_sent_again_only_when_it_is_another_one(monkeypatch: pytest.Mo
         asked.append(next(texts))
         return asked[-1]
 
-    changed: Callable[[], object] = lambda: next(changes, 4)  # noqa: E731
-    found = asyncio.run(collected(4, part=part, changed=changed))
+    look: Callable[[], Look] = lambda: Look(changes=next(changes, 4))  # noqa: E731
+    found = asyncio.run(collected(4, part=part, look=look))
     assert found[1:] == [b"data: one\n\n", b"data: two\n\n", b"data: three\n\n"]
     assert asked == ["one", "one", "two", "three"], "not asked where nothing changed"
 
 
-def test_a_tab_where_nothing_changes_is_looked_after_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, periods, values = [100.0], [], iter([1] * 32 + [2] * 3)
+def clocked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Periods of a stream's looks, whose clock is as far on at once as it would have waited."""
+    now, periods = [100.0], list[float]()
 
     def until(period: float) -> float:
         periods.append(period)
@@ -146,16 +153,82 @@ def test_a_tab_where_nothing_changes_is_looked_after_less_often(monkeypatch: pyt
 
     monkeypatch.setattr(stream, "until_next", until)
     monkeypatch.setattr(stream, "_ALIVE_SECONDS", math.inf)
-    monkeypatch.setattr(stream.time, "monotonic", lambda: now[0])
-    texts = iter(["one", "two"])
-    found = asyncio.run(collected(3, part=lambda: next(texts), changed=lambda: next(values)))
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return periods
+
+
+def test_a_tab_where_nothing_changes_is_looked_after_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    periods, values, texts = clocked(monkeypatch), iter([1] * 54 + [2] * 3), iter(["one", "two"])
+    look: Callable[[], Look] = lambda: Look(changes=next(values))  # noqa: E731
+    found = asyncio.run(collected(3, part=lambda: next(texts), look=look))
     assert found[1:] == [b"data: one\n\n", b"data: two\n\n"]
-    assert periods == [1.0] * 31 + [5.0], "a change is seen after 5 s at most"
+    assert periods == [1.0] * 31 + [5.0] * 18 + [15.0] * 5, "a change is seen after 15 s at most"
+
+
+def test_while_something_works_a_tab_is_looked_after_each_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    periods, values, texts = clocked(monkeypatch), iter([1] * 500 + [2]), iter(["one", "two"])
+    look: Callable[[], Look] = lambda: Look(changes=next(values), works=True)  # noqa: E731
+    asyncio.run(collected(3, part=lambda: next(texts), look=look))
+    assert periods == [1.0] * 500
+
+
+def test_a_demand_has_a_resting_tab_looked_after_at_once_and_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream would wait for hours; a demand that comes while it looks counts as well."""
+    periods, looks, values = list[float](), Looks(), iter([1, 2, 2, 3])
+    texts = iter(["one", "two", "three"])
+
+    def until(period: float) -> float:
+        periods.append(period)
+        return 9999.0
+
+    async def asked() -> list[bytes]:
+        loop = asyncio.get_running_loop()
+
+        def look() -> Look:
+            value = next(values)
+            if value == 1:  # in the thread that looks
+                loop.call_soon_threadsafe(looks.ask)
+            return Look(changes=value)
+
+        found = list[bytes]()
+        async for one in events(part=lambda: next(texts), look=look, looks=looks):
+            found.append(one)
+            if b"two" in one:
+                loop.call_later(0.01, looks.ask)  # it waits by then, or looks: it is not lost
+                loop.call_later(0.05, looks.ask)
+            if b"three" in one:
+                return found
+        raise AssertionError("the stream ended")
+
+    monkeypatch.setattr(stream, "until_next", until)
+    found = asyncio.run(asyncio.wait_for(asked(), 60))
+    assert found[1:] == [b"data: one\n\n", b"data: two\n\n", b"data: three\n\n"]
+    assert set(periods) == {1.0}
+
+
+def test_a_look_that_takes_a_while_is_not_repeated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 times as long passes before the next, which on a slow disk may be of a thousand runs."""
+    periods, begun = clocked(monkeypatch), list[float]()
+
+    def look() -> Look:
+        begun.append(time.monotonic())
+        stream.until_next(0.5)  # the time that it takes
+        return Look(changes=len(begun), works=True)
+
+    asyncio.run(collected(3, part=lambda: str(len(begun)), look=look))
+    assert begun[1] - begun[0] == 10.5, "half a second, and ten of rest"
+    assert periods.count(1.0) == 10, "lines of metrics are still looked at"
+
+
+def test_a_page_that_somebody_turns_to_has_all_streams_look(client: TestClient, app: Starlette) -> None:
+    assert client.get("/look").status_code == 200 and app.state.looks.asked == 1
+    client.cookies.clear()
+    assert client.get("/look").status_code == 401 and app.state.looks.asked == 1
 
 
 def test_those_who_wait_wake_together(monkeypatch: pytest.MonkeyPatch) -> None:
     for now in (10.0, 12.0, 13.5, 14.75):
-        monkeypatch.setattr(stream.time, "monotonic", lambda now=now: now)
+        monkeypatch.setattr(time, "monotonic", lambda now=now: now)
         assert now + until_next(5.0) == 15.0
         assert until_next(0.0) == 0.0
 
@@ -209,7 +282,7 @@ def test_a_stream_says_nothing_after_the_end_of_its_session(
     client: TestClient, app: Starlette, studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A later step of the run would be the next event: then the browser leaves, so that the test ends."""
-    monkeypatch.setattr(stream, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(looking, "_LOOK_SECONDS", 0.0)
     folder = made.make_run(studio.runs / "cats", done=30)
     cookie = "; ".join(f"{name}={value}" for name, value in client.cookies.items())
     headers = [(b"host", b"127.0.0.1"), (b"cookie", cookie.encode())]

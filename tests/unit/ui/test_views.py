@@ -17,7 +17,7 @@ from trainer.telemetry.status import STATUS_FILE, Phase, read_status
 from trainer.ui.studio import Studio, UnknownIdError, found_by_id, identifier
 from trainer.ui.views.job import job_view
 from trainer.ui.views.runs import runs_view
-from trainer.ui.views.state import PHASES, REMEDIES, remedy, signature, state_view
+from trainer.ui.views.state import PHASES, REMEDIES, remedy, row_look, signature, state_view
 
 
 def names(studio: Studio, **asked: str) -> list[str]:
@@ -246,3 +246,27 @@ def test_a_signature_changes_with_everything_that_a_page_shows(studio: Studio, t
         seen.append(signature(folder))
         status.beat(Phase.SAVE, step=1, total=2)
         assert signature(folder) not in seen
+
+
+def test_a_look_at_the_list_changes_with_what_happens_to_a_run(studio: Studio, tmp_path: Path) -> None:
+    """Of one that has ended little is looked at: its first start after that is seen all the same."""
+    folder = made.make_run(studio.runs / "cats")
+    seen = [row_look(folder)]
+    acts = [
+        lambda: made.write_metrics(folder, [130]),
+        lambda: made.checkpoint(folder, 100),
+        lambda: made.ended(folder, 75),
+        lambda: made.write_metrics(folder, [140]),
+        lambda: made.result(folder),
+        lambda: made.ended(folder, 0),
+    ]
+    for act in acts:
+        act()
+        assert row_look(folder) not in seen
+        seen.append(row_look(folder))
+    assert row_look(folder) == seen[-1] and not any(one.works for one in seen)
+    with made.running(folder, tmp_path / "rt", step=1, steps=2) as status:
+        begun = row_look(folder)
+        assert begun.works and begun not in seen
+        status.beat(Phase.SAVE, step=1, total=2)
+        assert row_look(folder) not in (begun, *seen)

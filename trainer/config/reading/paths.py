@@ -1,8 +1,8 @@
-"""Paths in a configuration: all of them, and relative ones taken from their own folder."""
+"""Paths in a configuration: all of them, relative ones taken from their own folder, and the same ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,39 @@ def _below(node: Node, folder: Path, path: KeyPath) -> Node:
         return replace(node, value=every)
     if not isinstance(value, str) or not value.strip() or value.startswith(("/", "~")):
         return node
+    return replace(node, value=str(folder / value)) if _leads(path, value, folder) else node
+
+
+def _leads(path: KeyPath, value: str, folder: Path) -> bool:
+    """True for a value that is a path from `folder` on."""
     if fields.takes(path, Path):
-        is_path = value not in fields.choices(path)
-    else:
-        is_path = ".".join(path) in _TEXTS and known((folder / value).exists)
-    return replace(node, value=str(folder / value)) if is_path else node
+        return value not in fields.choices(path)
+    return ".".join(path) in _TEXTS and known((folder / value).exists)
+
+
+def place_of(key: str, text: str, folder: Path | None) -> Path | None:
+    """The place that the value of a dotted key leads to, with links followed, where relative paths begin at
+    `folder`; None for a value that is no path, and for a relative one where that is not known.
+    """
+    path = Path(text)
+    whole = path.is_absolute() or text.startswith("~")
+    if text in ("", "null", "-") or not (whole or folder):
+        return None
+    begin = folder or Path("/")
+    return (begin / path.expanduser()).resolve() if _leads(tuple(key.split(".")), text, begin) else None
+
+
+def differences(configs: Sequence[Mapping[str, str]], folders: Sequence[Path | None]) -> dict[str, list[str]]:
+    """Dotted keys in which configurations differ -> the text of each; `-` where one has none. Paths differ
+    where the places do; relative ones of each begin at its one of `folders`.
+    """
+    found: dict[str, list[str]] = {}
+    for key in dict.fromkeys(key for config in configs for key in config):
+        texts = [config.get(key, "-") for config in configs]
+        places = (place_of(key, text, folder) for text, folder in zip(texts, folders, strict=True))
+        if len({place or text for place, text in zip(places, texts, strict=True)}) > 1:
+            found[key] = texts
+    return found
 
 
 def paths_of(config: RunConfig) -> Iterator[tuple[str, Path]]:

@@ -45,6 +45,18 @@ def kept(queue: Path, launcher: str = "") -> list[Submitted]:
     return [one for one in found if launcher in ("", one.launcher)]
 
 
+def changes(queue: Path) -> int | None:
+    """A value that changes with every job that is kept or dropped; None where none ever was. Raises
+    StorageError where that cannot be read.
+    """
+    folder = queue / _FOLDER
+    with atomic.reading_told(folder):
+        try:
+            return folder.stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+
+
 def keep(queue: Path, one: Submitted) -> None:
     """Write a job down. Raises StorageError."""
     folder = queue / _FOLDER

@@ -25,7 +25,7 @@ from trainer.ui.studio import Studio, UnknownIdError, found_by_id
 from trainer.ui.views.job import LEVELS, NUMBERS, job_view
 from trainer.ui.views.queueing.jobs import resume, train_on
 from trainer.ui.views.runs import run_folder
-from trainer.ui.views.state import signature
+from trainer.ui.views.state import run_look
 
 SIDES = {"small": 320, "large": 1024}
 """Pixels of a shown picture's longer side."""
@@ -52,7 +52,8 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
                     levels=LEVELS,
                     numbers=NUMBERS,
                 ),
-                changed=lambda: signature(folder),
+                look=lambda: run_look(folder),
+                looks=request.app.state.looks,
                 metrics=folder / METRICS_LOG,
                 place=stream.place_from(request.headers.get("last-event-id", "")) or stream.START,
             ),

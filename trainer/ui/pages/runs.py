@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from trainer.ui import stream
+from trainer.ui.looking import Look
 from trainer.ui.page import part, render
 from trainer.ui.studio import Studio
-from trainer.ui.views.queueing.jobs import WORDS, Act, assign_job, change_job, queue_signature, queue_view
+from trainer.ui.views.queueing.jobs import WORDS, Act, assign_job, change_job, queue_look, queue_view
 from trainer.ui.views.runs import FILTERS, RunsView, run_folders, runs_view
-from trainer.ui.views.state import signature
+from trainer.ui.views.state import row_look
 
 
 def routes(studio: Studio) -> Sequence[BaseRoute]:
@@ -37,12 +38,14 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
                 part=lambda: part(
                     request, "_home.html", view=asked(request), queue=queue_view(studio), words=WORDS
                 ),
-                changed=lambda: (
-                    queue_signature(studio),
-                    [signature(folder) for folder in run_folders(studio)],
-                ),
+                look=lambda: _look(studio),
+                looks=request.app.state.looks,
             ),
         )
+
+    async def look(request: Request) -> Response:
+        request.app.state.looks.ask()
+        return PlainTextResponse("every stream looks now\n")
 
     async def change(request: Request) -> Response:
         act = str((await request.form()).get("act", ""))
@@ -59,6 +62,15 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
     return [
         Route("/", show, methods=["GET"]),
         Route("/stream", follow, methods=["GET"]),
+        Route("/look", look, methods=["GET"]),
         Route("/queue/{job:int}", change, methods=["POST"]),
         Route("/queue/{job:int}/gpus", assign, methods=["POST"]),
     ]
+
+
+def _look(studio: Studio) -> Look:
+    """A look at the queue and at all runs."""
+    queue, runs = queue_look(studio), [row_look(folder) for folder in run_folders(studio)]
+    return Look(
+        changes=(queue.changes, [one.changes for one in runs]), works=any(one.works for one in (queue, *runs))
+    )

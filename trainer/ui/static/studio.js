@@ -34,6 +34,11 @@
   document.addEventListener("htmx:sse:error", away(true));
   document.addEventListener("htmx:sse:after:connection", away(false));
 
+  // the stream of a hidden tab is closed, and opened anew when it is shown; one that only lost the focus rests
+  if (document.querySelector("[hx-sse\\:connect]")) {
+    addEventListener("focus", () => { fetch("/look").catch(() => {}); });  // without an answer its stream says so
+  }
+
   // what was opened is open again when the page was loaded anew
   const opened = new Set((sessionStorage.getItem("opened") ?? "").split(" "));
   for (const one of document.querySelectorAll("details[id]")) one.open ||= opened.has(one.id);

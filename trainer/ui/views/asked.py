@@ -20,11 +20,9 @@ from trainer.config.writing.dump import written
 from trainer.config.writing.schema_json import json_schema
 from trainer.errors import ConfigError, Problem
 from trainer.queue.database import read_jobs
-from trainer.telemetry.run_folder.process import working_folder
-from trainer.telemetry.rundir import CONFIG_FILE
 from trainer.ui import forms
-from trainer.ui.opened import open_below
-from trainer.ui.studio import Studio
+from trainer.ui.studio import Studio, UnknownIdError
+from trainer.ui.views.kept import kept_settings
 from trainer.ui.views.paths import outside, placed
 from trainer.ui.views.runs import run_folder
 
@@ -34,8 +32,6 @@ RUN = "run:"
 """Beginning of the name of a configuration to start from that is a run's; the run's id follows."""
 OWN_FILE = "your file"
 """Name of that one in sources and messages."""
-_MOST_BYTES = 1 << 19
-"""Of a run's configuration that is read."""
 STUDIO = "the studio"
 """Source of the run's folder where nobody wrote one."""
 
@@ -165,14 +161,17 @@ class Start:
 
 
 def _start(studio: Studio, asked: Asked) -> Start:
-    """The configuration to start from. Raises UnknownIdError for a run that is not there."""
+    """The configuration to start from. Raises UnknownIdError for a run that is not there, or whose settings
+    nobody kept.
+    """
     if asked.start == OWN:
         return Start(name=OWN_FILE, layer=_of_text(asked.own, OWN_FILE), trusted=False)
     if asked.start.startswith(RUN):
         folder = run_folder(studio, asked.start.removeprefix(RUN))
-        with open_below(studio.runs, folder / CONFIG_FILE) as file:
-            text = file.read(_MOST_BYTES).decode(errors="replace")
-        layer = taken_from(_of_text(text, folder.name), working_folder(folder))
+        kept = kept_settings(studio, folder)
+        if kept is None:
+            raise UnknownIdError(asked.start)
+        layer = taken_from(_of_text(kept.text, folder.name), kept.working_folder)
         return Start(name=folder.name, layer=layer, run=folder.name)
     if asked.start not in starts():
         remedy = f"known: {', '.join(starts())}"

@@ -12,11 +12,11 @@ from trainer.telemetry import control
 from trainer.telemetry.control import Request
 from trainer.telemetry.run_folder.plan import PlannedDecision
 from trainer.telemetry.run_folder.results import LORA_FOLDER, Sample, SavedFile
-from trainer.telemetry.rundir import CONFIG_FILE
 from trainer.telemetry.runs import Run, State, read_run
 from trainer.telemetry.status import Phase
 from trainer.ui.opened import tail
 from trainer.ui.studio import Studio, identifier
+from trainer.ui.views.kept import Kept, kept_settings
 from trainer.ui.views.queueing.more import More, more_of
 from trainer.ui.views.runs import name_of, run_folder
 from trainer.ui.views.state import LOG_FILE, StateView, remedy, state_view
@@ -27,7 +27,6 @@ LEVELS = ("all", "warning", "error")
 """Filters of the log: all lines, or those of a level and above."""
 _LOG_BYTES, _LOG_LINES, _LAST_LINES = 1 << 17, 200, 20
 _NUMBERS = 100
-_CONFIG_BYTES = 1 << 18
 _PROVED = "Proved: "
 _ENDED_WELL = (State.FINISHED, State.FINISHED_EARLY)
 _SEVERE = {"warning": 1, "error": 2, "critical": 2}
@@ -136,7 +135,8 @@ class JobView:
     checkpoints: tuple[tuple[int, int], ...]
     """Step and bytes."""
     files: tuple[FileView, ...]
-    config: str
+    settings: Kept | None
+    """Settings that a new run can begin with; None where nobody kept any."""
     damaged_lines: int
     requests: tuple[Request, ...]
     """Orders that it was given while it runs, oldest first."""
@@ -196,7 +196,7 @@ def job_view(studio: Studio, run_id: str, *, level: str = LEVELS[0]) -> JobView:
         proved=said[-1] if said and run.state in _ENDED_WELL else "",
         results=tuple(_results(files)),
         shown=next((one for one in files if one.name == "before_after.png"), None),
-        config="\n".join(tail(studio.runs, folder / CONFIG_FILE, _CONFIG_BYTES)),
+        settings=kept_settings(studio, folder),
         damaged_lines=run.damaged_lines,
         requests=tuple(run.requests),
         obstacle=obstacle,
@@ -264,7 +264,7 @@ def _end(run: Run, lines: Sequence[LogLine]) -> EndView | None:
         code=run.end.exit_code,
         meaning=run.end.meaning,
         cause=run.end.cause if not run.end.problems else "",
-        problems=() if stopped else run.end.problems,
+        problems=run.end.problems[1:] if stopped else run.end.problems,  # that of a stop is its exit code's
         remedy="" if known else remedy(run.end.exit_code),
         lines=tuple(lines[-_LAST_LINES:]),
     )

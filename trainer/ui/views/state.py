@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import GOES_ON, ExitCode
-from trainer.telemetry.run_folder.process import PROCESS_FILE, is_running, read_process
+from trainer.queue.launcher import State as JobState
+from trainer.telemetry.run_folder.process import PROCESS_FILE, Process, is_running, read_process
 from trainer.telemetry.rundir import CONFIG_FILE
 from trainer.telemetry.runs import Run, State, heartbeats
 from trainer.telemetry.sinks.records import METRICS_LOG
 from trainer.telemetry.status import STATUS_FILE, Phase, verdict_of_ranks
+from trainer.ui.looking import Look
 
 LOG_FILE = "log.jsonl"
+_WATCHED = (METRICS_LOG, LOG_FILE, CONFIG_FILE, "plan.json", "samples", "checkpoints", "lora", "best")
+_RECORDS_KEPT = 4096
+KINDS: Mapping[JobState, str] = {
+    JobState.WAITING: "waiting", JobState.HELD: "paused", JobState.UNKNOWN: "paused",
+    JobState.RUNNING: "running", JobState.STOPPING: "running",
+    JobState.FINISHED: "good", JobState.FAILED: "bad", JobState.LOST: "bad",
+}  # fmt: skip
+"""Icon and colour of each state of a job."""
 PHASES: Mapping[Phase, str] = {
     Phase.LOAD: "loading the base",
     Phase.CACHE: "encoding pictures and captions",
@@ -97,35 +109,50 @@ def remedy(exit_code: int | None) -> str:
     return REMEDIES.get(exit_code, "" if exit_code == ExitCode.OK else UNKNOWN_END)
 
 
+def run_look(folder: Path) -> Look:
+    """A look at all that a run's page shows; it works where a process trains in it."""
+    changes = signature(folder)
+    return Look(changes=changes, works=changes[0] is True)
+
+
+def row_look(folder: Path) -> Look:
+    """A look at all that the list shows of a run: of one that has ended the time of its folder is enough, as
+    whatever begins in it writes process.json anew. Asked of each run at each look of the home page.
+    """
+    written = _stamp(f"{folder}/{PROCESS_FILE}")
+    process = None if written is None else _process(folder, written)
+    if process is None or process.exit_code is None:
+        return run_look(folder)
+    return Look(changes=(written, _stamp(str(folder)), _stamp(f"{folder}/{METRICS_LOG}")))
+
+
 def signature(folder: Path) -> tuple[object, ...]:
-    """A value that changes whenever a run's page would: sizes and times of its files, whether it runs, its
+    """A value that changes whenever a run's page would: whether it runs, sizes and times of its files, its
     heartbeat, and whether that of one of its ranks is late.
     """
-    names = (
-        METRICS_LOG,
-        LOG_FILE,
-        CONFIG_FILE,
-        PROCESS_FILE,
-        "plan.json",
-        "samples",
-        "checkpoints",
-        "lora",
-        "best",
-    )
-    stamps: list[object] = [_stamp(folder / name) for name in names]
-    process = read_process(folder)
+    stamps: list[object] = [_stamp(f"{folder}/{name}") for name in _WATCHED]
+    written = _stamp(f"{folder}/{PROCESS_FILE}")
+    process = None if written is None else _process(folder, written)
     running = is_running(folder, process)
+    stamps.append(written)
     if running and process is not None:
-        stamps.append(_stamp(Path(process.runtime_dir) / STATUS_FILE))
+        stamps.append(_stamp(f"{process.runtime_dir}/{STATUS_FILE}"))
         if statuses := heartbeats(process):
             verdict = verdict_of_ranks(statuses, time.monotonic())
             stamps += [verdict.healthy, verdict.hung]
     return (running, *stamps)
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
+@functools.lru_cache(maxsize=_RECORDS_KEPT)
+def _process(folder: Path, written: tuple[int, ...]) -> Process | None:
+    """The record of a process, which is read anew when another one was `written`."""
+    return read_process(folder)
+
+
+def _stamp(path: str) -> tuple[int, ...] | None:
+    """Time of its last change, size, and number of a file or folder; None without one."""
     try:
-        found = path.stat()
+        found = os.stat(path)  # noqa: PTH116  a Path costs more than the question
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from trainer.config.reading.paths import differences
 from trainer.telemetry.run_folder.results import Sample
-from trainer.telemetry.runs import Run, differences, read_run
+from trainer.telemetry.runs import Run, read_run
 from trainer.telemetry.sinks.records import SCORES
 from trainer.ui.opened import open_below
 from trainer.ui.studio import Studio, found_by_id, identifier
@@ -123,7 +124,9 @@ def compare_view(
         over=over,
         settings=tuple(
             Row(name=key, cells=tuple(values))
-            for key, values in differences(runs).items()
+            for key, values in differences(
+                [run.config for run in runs], [run.working_folder for run in runs]
+            ).items()
             if key != "output_dir"
         ),
         decisions=tuple(_decisions(runs)),

@@ -26,18 +26,14 @@ from trainer.telemetry.run_folder.process import working_folder
 from trainer.telemetry.run_folder.tries import run_of
 from trainer.telemetry.rundir import CONFIG_FILE
 from trainer.telemetry.runs import read_run
+from trainer.ui.looking import Look
 from trainer.ui.studio import Studio, UnknownIdError, identifier
+from trainer.ui.views.queueing.clusters import ClusterRow, cluster_look, cluster_rows
 from trainer.ui.views.queueing.lanes import Lane, lanes
 from trainer.ui.views.queueing.more import more_of
 from trainer.ui.views.runs import run_folder
-from trainer.ui.views.state import StateView
+from trainer.ui.views.state import KINDS, StateView
 
-KINDS = {
-    State.WAITING: "waiting", State.HELD: "paused", State.RUNNING: "running", State.STOPPING: "running",
-    State.FINISHED: "good", State.FAILED: "bad", State.LOST: "bad",
-    State.UNKNOWN: "paused",
-}  # fmt: skip
-"""Icon and colour of each state of a job."""
 STEPS = "train.max_train_steps"
 _MOST_DIGITS = 7
 _COMMAND = re.compile(r"[;:,]? ?`trainer queue hold --release`[^;:,]*")
@@ -121,8 +117,15 @@ class QueueView:
     """GPUs and who has them when, where something waits."""
     scheduled: bool
     """Whether a process starts what waits."""
+    clusters: tuple[ClusterRow, ...] = ()
+    """Jobs that were handed to clusters."""
     problems: tuple[Problem, ...] = ()
     """Why the queue cannot be shown, where it cannot."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True where there is nothing to show."""
+        return not (self.rows or self.clusters or self.problems)
 
     @property
     def stands_still(self) -> bool:
@@ -131,12 +134,18 @@ class QueueView:
 
 
 def queue_view(studio: Studio) -> QueueView:
-    """All jobs but those that finished. Changes nothing."""
-    queue = users_queue()
+    """All jobs but those that finished, and those of clusters. Changes nothing."""
+    queue, problems = users_queue(), list[Problem]()
+    clusters, gpus, every = tuple[ClusterRow, ...](), tuple[GpuUse, ...](), list[Entry]()
     try:
-        every, gpus = overview(queue), queue.gpus()
+        clusters = cluster_rows(studio, queue.folder)
     except StorageError as error:
-        return QueueView(rows=(), scheduled=is_scheduled(queue.folder), problems=error.problems)
+        problems += error.problems
+    try:
+        gpus = queue.gpus()
+        every = overview(queue, gpus)
+    except StorageError as error:
+        problems += error.problems
     entries = [entry for entry in every if entry.seen.state is not State.FINISHED]
     rows = tuple(_row(studio, entry, place, len(entries), gpus) for place, entry in enumerate(entries))
     return QueueView(
@@ -144,6 +153,8 @@ def queue_view(studio: Studio) -> QueueView:
         sections=tuple(_sections(studio, rows, every)),
         lanes=lanes(entries, gpus),
         scheduled=is_scheduled(queue.folder),
+        clusters=clusters,
+        problems=tuple(problems),
     )
 
 
@@ -169,19 +180,22 @@ def _sections(studio: Studio, rows: Sequence[QueueRow], every: Sequence[Entry]) 
         )
 
 
-def queue_signature(studio: Studio) -> object:
-    """A value that changes whenever `queue_view` would. Cheap where no job waits or runs: such a queue
-    changes by its database alone.
+def queue_look(studio: Studio) -> Look:
+    """A look at all that `queue_view` shows; it works where a job runs. Cheap where none waits or runs: then
+    the queue changes by its database alone.
     """
     queue = users_queue()
     try:
+        clusters = cluster_look(queue.folder)
         # before the jobs are read: what changes in between is seen at the next look
         changes = database.changes(queue.folder)
         if _rests(queue.folder, changes):
-            return changes, is_scheduled(queue.folder)
+            seen = (changes, is_scheduled(queue.folder), clusters.changes)
+            return Look(changes=seen, works=clusters.works)
     except StorageError:
         pass  # the view says so
-    return queue_view(studio)
+    view = queue_view(studio)
+    return Look(changes=view, works=any(row.state.kind == "running" for row in view.rows))
 
 
 _at_rest: dict[Path, bytes | None] = {}

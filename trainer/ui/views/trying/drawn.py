@@ -14,9 +14,8 @@ from trainer.telemetry.run_folder import tries
 from trainer.telemetry.run_folder.tries import FOLDER, RECORD, Try
 from trainer.ui.opened import open_below, tail
 from trainer.ui.studio import Studio, UnknownIdError
-from trainer.ui.views.queueing.jobs import KINDS
 from trainer.ui.views.runs import name_of, run_folder
-from trainer.ui.views.state import StateView
+from trainer.ui.views.state import KINDS, StateView
 
 _ANSWER_BYTES, _LAST_LINES, _MOST_LISTED = 1 << 16, 20, 24
 
