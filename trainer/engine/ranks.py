@@ -272,6 +272,7 @@ def joined(
     try:
         with contextlib.nullcontext() if waits is None else waits:
             if meeting is None:
+                look()  # the supervisor of a rank that is to end may be gone, and its folder with it
                 store = dist.FileStore(str(meeting_place), size)  # type: ignore[attr-defined]
                 store.set_timeout(_TIMEOUT)
                 _await(store, rank, size, look)

@@ -159,3 +159,13 @@ def test_a_rank_that_is_to_end_does_not_wait_for_one_that_was_there_and_ended(tm
 
     with pytest.raises(StoppedError), joined(1, 2, tmp_path / "meet", look=look):
         pytest.fail("the other rank is gone")
+
+
+def test_a_rank_that_is_to_end_does_not_look_for_a_folder_that_is_gone(tmp_path: Path) -> None:
+    """The library would wait for it for minutes, and see no signal."""
+
+    def look() -> None:
+        raise StoppedError("stopped on request")
+
+    with pytest.raises(StoppedError), joined(1, 2, tmp_path / "gone" / "meet", look=look):
+        pytest.fail("there is no folder to meet in")
