@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -261,3 +262,28 @@ def until(page: Page, expression: str) -> None:
             return
         page.wait_for_timeout(50)
     raise AssertionError(f"it did not become true: {expression}")
+
+
+ELSEWHERE = """(roots) => {
+  const said = (text) => roots.reduce((now, one) => now.replaceAll(one, "/home/you"), text);
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) texts.currentNode.data = said(texts.currentNode.data);
+  for (const one of document.querySelectorAll("input")) {
+    one.placeholder = said(one.placeholder);
+    one.value = said(one.value);
+  }
+}"""
+
+
+def require_picture(page: Page, name: str, root: Path) -> None:
+    """The documents' picture of this page is there and has its size; `make test-browser PICTURES=docs/images`
+    takes it anew. Paths below `root`, and this user's home, are somebody's home in it.
+    """
+    page.evaluate(ELSEWHERE, [str(root), str(Path.home())])
+    with Image.open(io.BytesIO(page.screenshot())) as picture:
+        assert len(picture.convert("RGB").getcolors(1 << 24) or ()) > 20, f"{name} is empty"
+        if folder := os.environ.get("PICTURES"):
+            few = picture.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+            few.save(ROOT / folder / name, optimize=True)
+        with Image.open(ROOT / "docs/images" / name) as shown:
+            assert shown.size == picture.size, name

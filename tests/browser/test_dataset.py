@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import BrowserContext, Page, expect
 
-from tests.browser.conftest import Running, Watched, logged_in
+from tests.browser.conftest import ROOT, Running, Watched, logged_in, require_picture
 from tests.browser.test_pages import findings
 from tests.unit.data.pictures import bomb, encoded, picture, write_pair
 
@@ -345,6 +346,22 @@ def test_every_page_fits_its_screen_and_axe_finds_nothing(
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
             assert not findings(page), (address, scheme)
+
+
+@pytest.mark.parametrize("scheme", ("light", "dark"))
+def test_the_documents_picture_of_a_data_set_is_of_this_page(
+    start: Start, new_context: Contexts, tmp_path: Path, scheme: str
+) -> None:
+    studio = start(tmp_path)
+    folder = studio.runs.parent / "data" / "cyanotypes"
+    shutil.copytree(ROOT / "examples/style", folder)
+    (folder / "bicycle.txt").unlink()  # a problem is shown too
+    page = logged_in(new_context(viewport={"width": 1440, "height": 900}, color_scheme=scheme), studio)
+    page.goto(f"{studio.url}/data")
+    page.get_by_role("link", name="cyanotypes", exact=True).click()
+    looked(page, len(list(folder.glob("*.png"))))
+    expect(page.locator(".tile img").first).not_to_have_js_property("naturalWidth", 0)
+    require_picture(page, f"studio-data-set-desktop-{scheme}.png", tmp_path)
 
 
 SMALL_TARGETS = """() => [...document.querySelectorAll('main :is(a, button, input, select, summary)')]
