@@ -291,13 +291,13 @@ def test_a_file_that_was_cut_off_says_what_to_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("effect", "words", "remedy"),
-    [(0.0, "training does not change", "train more"), (float("nan"), "not finite", "lower train.learning")],
+    [(0.0, "nothing came of it", "train more"), (float("nan"), "not finite", "lower train.learning")],
 )
 def test_a_result_without_effect_says_what_to_do(effect: float, words: str, remedy: str) -> None:
     with pytest.raises(DivergedError, match=words) as caught:
-        proof.require_effect(effect, "training", "runs/a")
+        proof.require_effect(effect, "nothing came of it", "runs/a")
     assert remedy in caught.value.problems[0].remedy and caught.value.problems[0].where == "runs/a"
-    proof.require_effect(1e-9, "training", "runs/a")
+    proof.require_effect(1e-9, "nothing came of it", "runs/a")
 
 
 @pytest.mark.parametrize(

@@ -324,7 +324,8 @@ def _finish_full(context: Context, built: Built, before: list[torch.Tensor]) -> 
     model, rows = built.model, built.updater.in_rows
     effect = proof.relative_difference(proof.fixed_outputs(context, model), before)
     with context.ranks.together():
-        proof.require_effect(effect, "training", str(context.run_dir))
+        unchanged = "training does not change the model's output"
+        proof.require_effect(effect, unchanged, str(context.run_dir))
     folder = export_full(context, model, rows)
     count = prove_full(context, model, folder, rows)
     return (

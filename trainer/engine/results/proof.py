@@ -245,16 +245,18 @@ def prove_lora(
             where=str(path),
             remedy="this is a defect of the trainer: please report it; the checkpoints stay",
         )
-    require_effect(effect, "the LoRA", str(path))
+    require_effect(effect, "the LoRA does not change the model's output", str(path))
     return Proof(reload_error=reload_error, effect=effect, layers=layers)
 
 
-def require_effect(effect: float, what: str, where: str) -> None:
-    """Raise DivergedError where `what` moves the model's output by nothing, or to what is no number."""
+def require_effect(effect: float, unchanged: str, where: str) -> None:
+    """Raise DivergedError where the model's output is moved to what is no number, or by nothing: that is
+    `unchanged` in words.
+    """
     if not math.isfinite(effect):
         raise DivergedError("the model's output is not finite", where=where, remedy=LOWER_RATE)
     if effect == 0.0:
-        raise DivergedError(f"{what} does not change the model's output", where=where, remedy=TRAIN_MORE)
+        raise DivergedError(unchanged, where=where, remedy=TRAIN_MORE)
 
 
 def load_lora(context: Context, model: Any, path: Path) -> None:
