@@ -8,13 +8,18 @@ from collections.abc import Iterator
 from types import FrameType
 
 from trainer.cli.output import say
+from trainer.config import environment
 from trainer.config.hosts import Hosts
 from trainer.errors import ExitCode, TrainerError
+from trainer.telemetry import locks
+from trainer.telemetry.status import LOCK_FILE
 
 TELL_SECONDS = 120.0
 """Longest time in which others are told of an error: they may still plan, or read their data."""
 _TELL_STOP_SECONDS = 10.0
 """The same for a stop, after which whoever asked for it waits."""
+_KILLED_BY_CTRL_C = 130
+"""Exit code of a second Ctrl-C, which is a stop for other hosts."""
 
 
 @contextlib.contextmanager
@@ -31,12 +36,18 @@ def tell_end(hosts: Hosts, exit_code: int, what: str) -> None:
     """Tell the other hosts, where there are any, that this one has ended before it met them.
 
     Host 0 is where all meet: it waits there until all have come and heard it, the others until it is there.
-    SIGTERM and Ctrl-C end that.
+    SIGTERM and Ctrl-C end that. A second start beside a run that has this host's runtime folder tells nobody:
+    that run may be the one for which they wait.
     """
     if not hosts.several:
         return
-    seconds = _TELL_STOP_SECONDS if exit_code == ExitCode.STOPPED else TELL_SECONDS
     whom = "the other hosts" if hosts.number == 0 else "host 0"
+    if locks.is_held(environment.runtime_dir() / LOCK_FILE):
+        say(f"{whom}: not told, since a run here goes on", err=True)
+        return
+    if exit_code == _KILLED_BY_CTRL_C:
+        exit_code = ExitCode.STOPPED
+    seconds = _TELL_STOP_SECONDS if exit_code == ExitCode.STOPPED else TELL_SECONDS
     say(
         f"host {hosts.number} ends: {what}; telling {whom}, up to {seconds:.0f} s (Ctrl-C: no more)", err=True
     )

@@ -88,9 +88,18 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
             on_end=on_end,
             among=supervisor.Among(first_rank=spec.first_rank, elsewhere=hosts.several),
         )
-        if code and not spec.came_file.exists():
+        if code and _is_untold(spec, code):
             tell_end(hosts, code, problems[0].what if problems else meaning(code))
         return code
+
+
+def _is_untold(spec: Spec, exit_code: int) -> bool:
+    """Whether other hosts, which may wait where all meet, do not know of the end of this one's ranks: none
+    has come there, or what ended it there, as a kill, was no error of its own.
+    """
+    if not spec.came_file.exists():
+        return True
+    return not spec.met_file.exists() and exit_code not in tuple(ExitCode)
 
 
 def _spec(config: RunConfig, plan: Plan, job: Job, hosts: Hosts, *, runtime_dir: Path, folder: Path) -> Spec:

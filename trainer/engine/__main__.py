@@ -178,10 +178,11 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
         place = Path(spec.meeting_place)
         who, look = environment.rank_and_ranks(), stop.raise_if_requested
         meeting, on_end = meeting_of(config, plan, source, spec), functools.partial(end_now, spec)
-        spec.came_file.touch()
+        _mark(spec, spec.came_file)
         with joined(
             *who, place, status, device=plan.device, look=look, meeting=meeting, on_end=on_end
         ) as ranks:
+            _mark(spec, spec.met_file)
             context = Context(
                 config=config,
                 plan=plan,
@@ -204,6 +205,16 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
             raise
         allowed = functools.partial(may_be_planned, config)
         raise out_of_memory(error, status.phase, config, plan, allowed) from error
+
+
+def _mark(spec: Spec, file: Path) -> None:
+    """Make a file by which the supervisor of one of several hosts knows how far its first rank has come.
+
+    It is not made in a folder that is gone, where no supervisor is left to read it.
+    """
+    if spec.hosts > 1 and environment.rank_and_ranks()[0] == spec.first_rank:
+        with contextlib.suppress(OSError):
+            file.touch()
 
 
 @contextlib.contextmanager

@@ -63,10 +63,15 @@ class Spec(Job):
 
     @property
     def came_file(self) -> Path:
-        """File that a rank makes when it comes to where all meet: from then on other hosts are told of the
-        job's end there, before that by the supervisor.
+        """File that this host's first rank makes when it comes to where all meet: from then on it tells its
+        errors to other hosts there, before that the supervisor does.
         """
         return Path(self.meeting_place).with_name("came")
+
+    @property
+    def met_file(self) -> Path:
+        """File that it makes once all have met: from then on other hosts see by themselves how it ends."""
+        return Path(self.meeting_place).with_name("met")
 
     def status_folder(self, rank: int) -> Path:
         """Folder of a rank's status, which counts this host's ranks alone."""

@@ -19,10 +19,10 @@ from trainer.config.hosts import ONE, Hosts
 from trainer.engine.meeting import meeting
 from trainer.engine.meeting.meeting import Meeting
 from trainer.engine.spec import Job, read_spec
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, meaning
 from trainer.machine.reading import read_recorded
 from trainer.planning.planning import plan_run
-from trainer.telemetry.supervising import supervisor
+from trainer.telemetry.supervising import runtime_folder, supervisor
 
 TWO = Hosts(count=2, number=1, address="127.0.0.1", port=7, source="TRAINER_NODES")
 
@@ -55,10 +55,26 @@ def test_an_error_is_told_with_its_first_problem_and_stays_the_end(
         raise ConfigError("one")
     assert announced == [(1, 78, "one", elsewhere.TELL_SECONDS)]
     assert capsys.readouterr().err.splitlines()[-1] == "host 0: told"
-    elsewhere.tell_end(TWO, 75, "stopped")
-    assert announced[-1][-1] < elsewhere.TELL_SECONDS  # whoever asked waits
+    for code in (75, 130):  # a second Ctrl-C is a stop for others
+        elsewhere.tell_end(TWO, code, "stopped")
+        assert announced[-1][1] == 75 and announced[-1][-1] < elsewhere.TELL_SECONDS  # whoever asked waits
     elsewhere.tell_end(ONE, 78, "one host")
-    assert len(announced) == 2
+    assert len(announced) == 3
+
+
+def test_a_second_start_beside_a_run_tells_nobody(
+    announced: list[tuple[int, int, str, float]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The run may read its data for minutes before it comes to where the others wait for it."""
+    monkeypatch.setenv("TRAINER_RUNTIME_DIR", str(tmp_path))
+    with runtime_folder.holding(tmp_path):
+        elsewhere.tell_end(TWO, 78, "the runtime folder is used by another run")
+    assert not announced and "not told, since a run here goes on" in capsys.readouterr().err
+    elsewhere.tell_end(TWO, 78, "one")
+    assert len(announced) == 1
 
 
 def test_a_key_that_is_not_there_is_told_before_anything_is_planned(
@@ -101,22 +117,37 @@ def test_what_hinders_the_telling_is_said(
     assert "torch cannot be imported here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("came", [False, True])
-def test_the_end_of_a_process_that_trains_is_told_if_it_came_before_the_meeting(
-    came: bool,
+@pytest.mark.parametrize(
+    ("made", "code", "told"),
+    [
+        ((), 137, True),
+        ((), 78, True),
+        (("came_file",), 137, True),
+        (("came_file",), 71, False),
+        (("came_file", "met_file"), 137, False),
+        (("came_file", "met_file"), 71, False),
+    ],
+)
+def test_an_end_is_told_that_those_who_wait_cannot_see(
+    made: tuple[str, ...],
+    code: int,
+    told: bool,
     announced: list[tuple[int, int, str, float]],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
+    """One before the meeting, and a kill before all have met."""
+
     def supervise(command: Sequence[str], **_: Any) -> int:
-        if came:
-            read_spec(Path(command[-1])).came_file.touch()
-        return 137
+        spec = read_spec(Path(command[-1]))
+        for name in made:
+            getattr(spec, name).touch()
+        return code
 
     monkeypatch.setattr(supervisor, "supervise", supervise)
     monkeypatch.setenv("TRAINER_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.chdir(ROOT)
     loaded = Layers([Path("train_configs/quickstart.yaml")], output=tmp_path / "run").load()
     loaded, facts = dataclasses.replace(loaded, hosts=TWO), read_recorded(CPU_FACTS)
-    assert jobs.run_job(loaded, facts, plan_run(loaded, facts), Job(mode="train")) == 137
-    assert announced == ([] if came else [(1, 137, "unexpected", elsewhere.TELL_SECONDS)])
+    assert jobs.run_job(loaded, facts, plan_run(loaded, facts), Job(mode="train")) == code
+    assert announced == ([(1, code, meaning(code), elsewhere.TELL_SECONDS)] if told else [])

@@ -308,7 +308,38 @@ def test_a_stop_here_waits_until_another_host_has_heard_it(
         leaving.result(timeout=5)
     monkeypatch.setattr(lifeline, "_HEARD_SECONDS", 0.3)
     store.words["alive 1"] = "9 0"
-    begin(store, []).leave(stopped=True)  # nobody hears it
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(begin(store, []).leave, stopped=True)
+        time.sleep(0.1)
+        assert not leaving.done()
+        leaving.result(timeout=5)  # nobody hears it
+
+
+def test_the_store_stays_until_each_host_has_heard_of_a_stop(quick: None) -> None:
+    """It ends with rank 0's process: host 2 would take that for a loss."""
+    store, lost = Store(), list[TrainerError]()
+    line = Lifeline(
+        store, 0, {1: (1,), 2: (2,)}, waits=lambda: False, on_others_work=lambda: None, on_end=lost.append
+    )
+    line.begin()
+    store.words["alive 1"] = "stopped 1"
+    time.sleep(0.5)
+    assert store.words["alive 0"] == "left 1" and lost == []
+    store.words["alive 2"] = "left 1"
+    assert "host 1 was asked to stop" in after(lost)
+
+
+def test_a_stop_of_a_wait_stays_one_where_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> None:
+        raise dist.DistError("Connection reset by peer")
+
+    def look() -> None:
+        raise StoppedError("stopped on request")
+
+    monkeypatch.setattr(meeting, "say_end", gone)
+    waits = meeting._Waiting(place(1, 7, []), look, store=object())
+    with pytest.raises(StoppedError):
+        waits.for_hosts([0])
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -26,8 +26,10 @@ _GONE_SECONDS = 5.0
 """Time from a broken store to the end, in which this process itself may be at its end."""
 _HEARD_SECONDS = 10.0
 """Longest time in which other hosts hear that this one was asked to stop: two of their looks."""
-_MISSED = 1.6
-"""Distance from a rank's last count, in BEAT_SECONDS, at which one did not come."""
+_MISSED = 2.4
+"""Distance from a rank's last count, in BEAT_SECONDS, at which one did not come: two are usual at most, since
+a rank counts, and is looked at, once in each.
+"""
 _LEFT, _STOPPED = "left 1", "stopped 1"
 """Last words of a rank, in place of a count: it ends as all agreed, or it was asked to stop before that."""
 
@@ -72,18 +74,23 @@ class Lifeline:
         """Look no more: the ranks are at the end of their run, and leave one by one."""
         self._ended.set()
 
-    def leave(self, *, stopped: bool = False) -> None:
+    def leave(self, *, stopped: bool = False, heard: bool = False) -> None:
         """End, and say that this rank ends as all have agreed, so that others do not miss it.
 
-        Of one that was asked to stop it waits until a rank of each other host has heard it, or ends too.
+        Of one that was asked to stop, or with `heard`, it waits until a rank of each other host has heard of
+        the end, or ends too.
         """
         self._ended.set()
         with contextlib.suppress(RuntimeError):  # host 0 is gone, and needs to hear nothing
             with self._says:
                 self._store.set(f"alive {self._rank}", _STOPPED if stopped else _LEFT)
-            end = time.monotonic() + _HEARD_SECONDS
-            while stopped and time.monotonic() < end and not all(map(self._has_left, self._hosts.values())):
-                time.sleep(_HEARD_LOOK_SECONDS)
+            if stopped or heard:
+                self._await_left()
+
+    def _await_left(self) -> None:
+        end = time.monotonic() + _HEARD_SECONDS
+        while time.monotonic() < end and not all(map(self._has_left, self._hosts.values())):
+            time.sleep(_HEARD_LOOK_SECONDS)
 
     def _has_left(self, ranks: Sequence[int]) -> bool:
         told = self._store.multi_get([f"alive {other}" for other in ranks])
@@ -107,8 +114,8 @@ class Lifeline:
         return ""
 
     def shows_loss(self) -> bool:
-        """Wait for two counts of others, who may have the same error and count on; True if one is missing."""
-        time.sleep(2 * BEAT_SECONDS)
+        """Wait for counts of others, who may have the same error and count on; True if one is missing."""
+        time.sleep(3 * BEAT_SECONDS)
         return bool(self.silent(_MISSED * BEAT_SECONDS))
 
     def _talk(self) -> None:
@@ -131,7 +138,8 @@ class Lifeline:
                 self._on_others_work()
             for host, ranks in self._hosts.items():
                 if any(words[other] == _STOPPED for other in ranks) and not self._ended.is_set():
-                    self.leave()
+                    # the store ends with rank 0's process: other hosts hear the same word from it first
+                    self.leave(heard=self._rank == 0)
                     self._on_end(StoppedError(f"host {host} was asked to stop", remedy=GO_ON))
                     return
             self._ended.wait(BEAT_SECONDS)

@@ -124,7 +124,8 @@ class _Waiting:
             self.look()
         except TrainerError as error:
             if self.store is not None:
-                _leave(self.meeting, self.store, error)
+                with contextlib.suppress(RuntimeError):  # host 0 has ended too: nobody is there to hear it
+                    _leave(self.meeting, self.store, error)
             raise
         now = time.monotonic()
         names = " and ".join(f"host {one}" for one in missing)

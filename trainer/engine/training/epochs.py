@@ -16,7 +16,6 @@ from trainer.config.schema import changed
 from trainer.data.records import Record
 from trainer.engine.context import Context
 from trainer.engine.training.feed import sampler_of
-from trainer.errors import ConfigError
 from trainer.telemetry.status import Phase
 
 
@@ -24,7 +23,7 @@ def with_steps(context: Context, records: Sequence[Record]) -> Context:
     """The context with the steps of `train.num_train_epochs` as its `train.max_train_steps`, which it tells;
     as it is where the length is written in steps. All ranks find the same.
 
-    A family's own warm-up is a tenth of the steps where they are no more; another one raises ConfigError.
+    A warm-up that is no shorter becomes a tenth of them, since nobody who writes epochs knows their steps.
     """
     epochs, warm_up = context.config.train.num_train_epochs, context.config.train.lr_warmup_steps
     if epochs is None:
@@ -35,15 +34,9 @@ def with_steps(context: Context, records: Sequence[Record]) -> Context:
     counted = f"{epochs:g} epoch" if epochs == 1 else f"{epochs:g} epochs"
     length = f"{counted} of {in_epoch} {context.family.sample_kind}s are {steps} steps"
     found: dict[str, Any] = {"train.max_train_steps": steps}
-    if warm_up >= steps and warm_up == context.family.defaults.get("train", {}).get("lr_warmup_steps"):
+    if warm_up >= steps:
         found["train.lr_warmup_steps"] = steps // 10
         length += f", of which the learning rate rises for {steps // 10} in place of {warm_up}"
-    elif warm_up >= steps:
-        raise ConfigError(
-            f"`train.lr_warmup_steps` is {warm_up}, and {length}",
-            where="train.num_train_epochs",
-            remedy="a run must be longer than its warm-up: a tenth of the steps is plenty",
-        )
     context.say(length)
     return dataclasses.replace(context, config=changed(context.config, found))
 
