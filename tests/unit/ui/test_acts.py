@@ -79,6 +79,15 @@ def test_previews_that_a_stop_came_before_are_told(
     assert "<li>stopped on request" not in page, "its exit code says so"
 
 
+@pytest.mark.parametrize("when", ["", " before the hosts had met"])
+def test_the_host_that_was_asked_to_stop_is_told(client: TestClient, studio: Studio, when: str) -> None:
+    folder = made.make_run(studio.runs / "cats")
+    stopped = Problem(what=f"host 1 was asked to stop{when}", remedy="start it again on all hosts")
+    made.ended(folder, 75, problems=[stopped])
+    page = client.get(f"/runs/{identifier(studio.runs, folder)}").text
+    assert f"<li>host 1 was asked to stop{when}" in page and "start it again on all hosts" in page
+
+
 def test_a_run_of_the_queue_is_stopped_there(client: TestClient, studio: Studio) -> None:
     """Else it would be started again."""
     folder = made.make_run(studio.runs / "cats")
