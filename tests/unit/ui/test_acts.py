@@ -23,6 +23,7 @@ from trainer.queue.local import Local
 from trainer.telemetry import control
 from trainer.telemetry.control import Order
 from trainer.ui.studio import Studio, identifier
+from trainer.ui.views.kept import kept_settings
 from trainer.ui.views.queueing.jobs import WORDS, Act, change_job, queue_look, queue_view
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -100,6 +101,26 @@ def test_a_run_of_the_queue_is_stopped_there(client: TestClient, studio: Studio)
     assert local.state("1").state is State.STOPPING
     local.fake.live()[0].end(75)
     assert local.state("1").state is State.HELD
+
+
+def test_settings_of_a_refused_run_are_its_newest_jobs(studio: Studio) -> None:
+    """Wherever that stands in the queue."""
+    folder = studio.runs / "cats"
+    folder.mkdir()
+    local = FakeLocal(environment.queue_dir(), FakeMachine((), identity=Machine.here()))
+    for seed in (1, 2):
+        config = f"train:\n  seed: {seed}\n"
+        local.submit(
+            [Request(config=config, name="cats", run=folder, working_folder=studio.runs, gpus=(CPU,))]
+        )
+        if seed == 1:
+            local.start_due()
+            local.fake.live()[0].end(65)
+            local.submit([wanted("dogs", (CPU,), root=studio.runs)])
+    local.move(["1"], 3)
+    assert [job.id for job, _ in local.jobs()] == [2, 3, 1]
+    kept = kept_settings(studio, folder)
+    assert kept is not None and kept.text == config and kept.of_job
 
 
 def test_the_home_page_shows_runs_beside_a_queue_that_cannot_be_used(
