@@ -55,7 +55,27 @@ is_ours() {
     [[ $1 == -* ]] || ! type -P -- "$1" >/dev/null
 }
 
-# a stop before the start is a stop as during a run; bash obeys once the child has ended
+# check WORDS: end the script where `trainer preflight` refuses WORDS, or a stop is asked for meanwhile. Preflight
+# hears of the stop: it may be telling other hosts of an error, which takes up to two minutes, and bash obeys no
+# signal before a child in the foreground has ended
+check() {
+    local code asked='' again=yes
+    trainer preflight -- "$@" &
+    trap 'asked=yes again=yes; kill -TERM "$!" 2>/dev/null || true' TERM INT # children in the background ignore INT
+    while [[ -n $again ]]; do # a signal ends the waiting, and its code is not preflight's
+        again='' code=0
+        wait "$!" || code=$?
+    done
+    trap 'exit "$STOPPED"' TERM INT
+    # 143: ended by SIGTERM; another code is that of an error
+    if [[ -n $asked && ($code == 0 || $code == 143) ]]; then
+        exit "$STOPPED"
+    elif [[ $code != 0 ]]; then
+        exit "$code"
+    fi
+}
+
+# a stop before the start is a stop as during a run
 trap 'exit "$STOPPED"' TERM INT
 
 for secret in "${SECRETS[@]}"; do
@@ -73,4 +93,5 @@ if [[ $# -eq 0 ]]; then
     set -- probe
 fi
 
-trainer preflight -- "$@" && exec trainer "$@"
+check "$@"
+exec trainer "$@"

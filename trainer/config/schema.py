@@ -226,8 +226,8 @@ class FlowSection(Section):
     """Mean of the normal draw; only with `logit_normal`."""
     logit_std: Annotated[float, Field(gt=0)] = 1.0
     """Standard deviation of the normal draw; only with `logit_normal`."""
-    mode_scale: Annotated[float, Field(ge=-1, le=1.75)] = 1.29
-    """Strength of the mode; only with `mode`. Beyond its bounds noise levels would lie outside 0 to 1."""
+    mode_scale: float = 1.29
+    """Strength of the mode, from -1 to 1.75; only with `mode`. Beyond, noise levels would leave 0 to 1."""
     guidance_scale: Annotated[float, Field(ge=0, le=1000)] = 1.0
     """Guidance value that a guidance-distilled model is told while it trains."""
     shift: Literal["auto", "resolution"] | Annotated[float, Field(gt=0)] = "auto"

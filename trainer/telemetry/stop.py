@@ -14,6 +14,8 @@ ASK_SIGNAL = signal.SIGTERM
 """Sent by the supervisor: save and end with 75."""
 MEMORY_SIGNAL = signal.SIGUSR1
 """Sent by the supervisor when host memory runs low: save and end with 71."""
+ON_REQUEST = "stopped on request"
+"""Problem of a run that was itself asked to stop."""
 
 _PR_SET_PDEATHSIG = 1
 _MEANS: dict[int, ExitCode] = {
@@ -58,7 +60,7 @@ class StopFlag:
                 "stopped because the host runs out of available memory: below a floor, or soon there",
                 remedy="end other processes or lower data.resolution, then start again to resume",
             )
-        raise StoppedError("stopped on request", remedy="start the same command again to resume")
+        raise StoppedError(ON_REQUEST, remedy="start the same command again to resume")
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -241,7 +241,11 @@ VALUES: dict[str, Bad] = {
     ),
     "mode that leaves 0 to 1": added(
         "flow:\n  weighting_scheme: mode\n  mode_scale: 8\n",
-        ("c.yaml:10", 'a number of at least -1 and at most 1.75, got "8"', "leave it out for 1.29"),
+        ("c.yaml:10", "`flow.mode_scale` is 8.0: noise levels would leave 0 to 1", "-1 and at most 1.75"),
+    ),
+    "mode that is out of bounds and not used": added(
+        "flow:\n  mode_scale: 2\n",
+        ("c.yaml:9", "`flow.mode_scale` has no effect without `flow.weighting_scheme: mode`", "remove it"),
     ),
     "guidance beyond floats": added(
         "validation:\n  guidance_scale: 1e300\n",

@@ -12,7 +12,7 @@ import pytest
 from trainer import families
 from trainer.config.reading import layers
 from trainer.config.reading.load import load
-from trainer.config.reading.paths import paths_of, taken_from
+from trainer.config.reading.paths import differences, paths_of, place_of, taken_from
 
 SCHEMA = json.loads((Path(__file__).parents[3] / "train_configs/schema.json").read_text())
 DEFAULTS = {name: families.get(name).defaults for name in families.names()}
@@ -114,3 +114,11 @@ def test_paths_are_found_with_the_keys_that_name_them(
         ("validation.control_images", "/three.png"),
         *([("model.pretrained_model_name_or_path", "a/base")] if folder else []),
     ])  # fmt: skip
+
+
+def test_a_path_that_leads_nowhere_here_is_compared_as_it_is_written() -> None:
+    """Another machine's runs name home folders of people who are not known here."""
+    one, other = ({"output_dir": f"~nobodyxyz/{name}"} for name in "ab")
+    assert place_of("output_dir", "~nobodyxyz/a", Path("/")) is None
+    assert differences([one, one], [None, None]) == {}
+    assert differences([one, other], [None, None]) == {"output_dir": ["~nobodyxyz/a", "~nobodyxyz/b"]}

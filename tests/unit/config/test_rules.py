@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from trainer.config import fields
 from trainer.config.judging.rule import Context, Rule, check
 from trainer.config.judging.rules import RULES
-from trainer.config.schema import RunConfig
+from trainer.config.schema import FlowSection, RunConfig
 
 KEYS = {*fields.dotted_keys(), *RunConfig.model_fields}
 
@@ -34,6 +34,22 @@ def context(**features: object) -> OnMachine:
     )
     sources = {"features.compile": "c.yaml:3", "features.tf32": "preset fast", "lora.rank": "c.yaml:4"}
     return OnMachine(config=config, sources=sources, environ={}, lora_presets={}, free_gib=8)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "scale", "refused"),
+    [
+        *[("mode", scale, False) for scale in (-1.0, 1.29, 1.75)],
+        *[("mode", scale, True) for scale in (-1.01, 1.76)],
+        *[(scheme, scale, False) for scheme in ("none", "cosmap") for scale in (-2.0, 2.0)],
+    ],
+)
+def test_a_mode_has_bounds_where_it_is_drawn_by(scheme: str, scale: float, refused: bool) -> None:
+    """A value that somebody recorded and nothing draws by is no reason to refuse a run."""
+    flow = FlowSection(weighting_scheme=scheme, mode_scale=scale)  # type: ignore[arg-type]
+    plain = context()
+    found = check(RULES, replace(plain, config=plain.config.model_copy(update={"flow": flow})))
+    assert any("noise levels" in problem.what for problem in found) is refused
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.what)

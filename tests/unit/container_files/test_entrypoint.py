@@ -222,17 +222,37 @@ def test_a_signal_reaches_the_command(start: Start) -> None:
     assert process.returncode == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_before_the_start_is_a_stop(start: Start, tmp_path: Path, number: int) -> None:
-    process = start("train", PREFLIGHT="while [[ ! -e $CALLS.go ]]; do sleep 0.05; done")
+FOR_LONG = "for ((i = 0; i < 1000; i++)); do sleep 0.05; done"
+
+
+def stopped(start: Start, tmp_path: Path, number: int, preflight: str) -> tuple[int, str, str]:
+    """Exit code and output of the entrypoint that got a signal while its preflight was at work."""
+    process = start("train", PREFLIGHT=f"{preflight}; touch $CALLS.ready; {FOR_LONG}")
     until = time.monotonic() + 30
-    while not (tmp_path / "calls").exists():
+    while not (tmp_path / "calls.ready").exists():
         assert time.monotonic() < until
         time.sleep(0.02)
     process.send_signal(number)
-    (tmp_path / "calls.go").touch()
-    out, _ = process.communicate(timeout=30)
-    assert (process.returncode, out) == (75, "")
+    out, err = process.communicate(timeout=30)
+    return process.returncode, out, err
+
+
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+
+
+@SIGNALS
+@pytest.mark.parametrize("preflight", [":", "trap 'exit 0' TERM", "trap 'exit 75' TERM"])
+def test_a_stop_before_the_start_is_a_stop(start: Start, tmp_path: Path, number: int, preflight: str) -> None:
+    assert stopped(start, tmp_path, number, preflight) == (75, "", "")
+
+
+@SIGNALS
+@pytest.mark.parametrize("code", [1, 69, 78])
+def test_a_stop_while_preflight_tells_of_an_error_ends_that_with_its_code(
+    start: Start, tmp_path: Path, number: int, code: int
+) -> None:
+    telling = f"trap 'echo not all were told >&2; sleep 0.2; exit {code}' TERM"
+    assert stopped(start, tmp_path, number, telling) == (code, "", "not all were told\n")
 
 
 def test_the_script_is_short_and_can_be_run() -> None:

@@ -23,6 +23,7 @@ from trainer.queue.local import Local
 from trainer.telemetry import control
 from trainer.telemetry.control import Order
 from trainer.ui.studio import Studio, identifier
+from trainer.ui.views.kept import kept_settings
 from trainer.ui.views.queueing.jobs import WORDS, Act, change_job, queue_look, queue_view
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,6 +80,15 @@ def test_previews_that_a_stop_came_before_are_told(
     assert "<li>stopped on request" not in page, "its exit code says so"
 
 
+@pytest.mark.parametrize("when", ["", " before the hosts had met"])
+def test_the_host_that_was_asked_to_stop_is_told(client: TestClient, studio: Studio, when: str) -> None:
+    folder = made.make_run(studio.runs / "cats")
+    stopped = Problem(what=f"host 1 was asked to stop{when}", remedy="start it again on all hosts")
+    made.ended(folder, 75, problems=[stopped])
+    page = client.get(f"/runs/{identifier(studio.runs, folder)}").text
+    assert f"<li>host 1 was asked to stop{when}" in page and "start it again on all hosts" in page
+
+
 def test_a_run_of_the_queue_is_stopped_there(client: TestClient, studio: Studio) -> None:
     """Else it would be started again."""
     folder = made.make_run(studio.runs / "cats")
@@ -91,6 +101,26 @@ def test_a_run_of_the_queue_is_stopped_there(client: TestClient, studio: Studio)
     assert local.state("1").state is State.STOPPING
     local.fake.live()[0].end(75)
     assert local.state("1").state is State.HELD
+
+
+def test_settings_of_a_refused_run_are_its_newest_jobs(studio: Studio) -> None:
+    """Wherever that stands in the queue."""
+    folder = studio.runs / "cats"
+    folder.mkdir()
+    local = FakeLocal(environment.queue_dir(), FakeMachine((), identity=Machine.here()))
+    for seed in (1, 2):
+        config = f"train:\n  seed: {seed}\n"
+        local.submit(
+            [Request(config=config, name="cats", run=folder, working_folder=studio.runs, gpus=(CPU,))]
+        )
+        if seed == 1:
+            local.start_due()
+            local.fake.live()[0].end(65)
+            local.submit([wanted("dogs", (CPU,), root=studio.runs)])
+    local.move(["1"], 3)
+    assert [job.id for job, _ in local.jobs()] == [2, 3, 1]
+    kept = kept_settings(studio, folder)
+    assert kept is not None and kept.text == config and kept.of_job
 
 
 def test_the_home_page_shows_runs_beside_a_queue_that_cannot_be_used(

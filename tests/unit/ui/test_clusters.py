@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -124,8 +125,22 @@ def test_the_same_answer_is_no_change_and_another_one_is(studio: Studio, cluster
         asked._ask()
         seen.append(queue_look(studio).changes)
     assert seen[0] == seen[1] != seen[2]
+    folder = queue / "clusters"
+    before = folder.stat()
     records.drop(queue, one)
+    os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))  # as within one tick of the kernel
     assert queue_look(studio).changes != seen[2] and queue_view(studio).clusters == ()
+
+
+def test_an_answer_is_awaited_beside_a_job_that_waits_here(studio: Studio, cluster: Cluster) -> None:
+    submitted(studio.runs / "cats", "12")
+    cluster.states = {"12": Seen(state=State.RUNNING)}
+    one = Request(config="{}", name="owls", run=studio.runs / "owls", working_folder=studio.runs, gpus=(CPU,))
+    Local(folder=environment.queue_dir()).submit([one])
+    assert queue_look(studio).works
+    cluster.may_answer.set()
+    wait_for(lambda: not queue_look(studio).works)
+    assert [row.state.word for row in queue_view(studio).clusters] == ["running"]
 
 
 def test_a_damaged_record_is_told_and_the_rest_of_the_queue_is_shown(

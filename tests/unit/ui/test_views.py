@@ -12,9 +12,12 @@ from PIL import Image
 
 from tests.unit.ui import made
 from trainer.errors import MEANING, ExitCode, Problem
+from trainer.telemetry import locks
+from trainer.telemetry.rundir import LOCK_FILE
 from trainer.telemetry.runs import read_run
 from trainer.telemetry.status import STATUS_FILE, Phase, read_status
 from trainer.ui.studio import Studio, UnknownIdError, found_by_id, identifier
+from trainer.ui.views import state
 from trainer.ui.views.job import job_view
 from trainer.ui.views.runs import runs_view
 from trainer.ui.views.state import PHASES, REMEDIES, remedy, row_look, signature, state_view
@@ -257,6 +260,7 @@ def test_a_look_at_the_list_changes_with_what_happens_to_a_run(studio: Studio, t
         lambda: made.checkpoint(folder, 100),
         lambda: made.ended(folder, 75),
         lambda: made.write_metrics(folder, [140]),
+        lambda: made.log(folder, "info", "more"),
         lambda: made.result(folder),
         lambda: made.ended(folder, 0),
     ]
@@ -270,3 +274,25 @@ def test_a_look_at_the_list_changes_with_what_happens_to_a_run(studio: Studio, t
         assert begun.works and begun not in seen
         status.beat(Phase.SAVE, step=1, total=2)
         assert row_look(folder) not in (begun, *seen)
+
+
+def test_a_resume_that_is_refused_before_it_begins_is_seen_to_end(studio: Studio) -> None:
+    """It holds the folder while process.json still tells the end before."""
+    folder = made.make_run(studio.runs / "cats")
+    made.ended(folder, 75)
+    before, taken = row_look(folder), Problem(what="taken")
+    held = locks.holding(folder / LOCK_FILE, supervisor=os.getpid(), taken=taken, on_wait=lambda text: None)
+    with held:
+        begun = row_look(folder)
+        assert begun.works and begun != before
+    assert row_look(folder) not in (before, begun) and not row_look(folder).works
+
+
+def test_no_lock_is_tried_of_a_run_that_has_ended(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The home page looks at all runs each second."""
+    folder = made.make_run(studio.runs / "cats")
+    (folder / LOCK_FILE).touch()
+    made.ended(folder, 0)
+    os.utime(folder / LOCK_FILE, (1, 1))
+    monkeypatch.setattr(state, "is_running", None)
+    assert not row_look(folder).works

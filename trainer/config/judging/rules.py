@@ -16,6 +16,8 @@ from trainer.words.near import did_you_mean
 
 _SINGLE_FILES = (".safetensors", ".ckpt", ".gguf", ".pt", ".bin")
 _LEAST_PRODIGY_RATE = 0.1
+_MODE_SCALES = (-1.0, 1.75)
+"""Least and greatest `flow.mode_scale` by which noise levels stay within 0 to 1."""
 _BUDGET, _SWAP, _SHARD = "features.activation_budget", "features.block_swap", "parallel.shard"
 _RECOMPUTE, _MODEL = "features.activation_checkpointing", "model.pretrained_model_name_or_path"
 
@@ -175,6 +177,11 @@ def _low_rate(context: Context) -> Iterator[Clash]:
         yield {"rate": f"{train.learning_rate:g}"}
 
 
+def _outside_noise_levels(context: Context) -> bool:
+    flow, (least, greatest) = context.config.flow, _MODE_SCALES
+    return flow.weighting_scheme == "mode" and not least <= flow.mode_scale <= greatest
+
+
 def _no_file(context: Context) -> bool:
     path = context.config.lora.init_from
     return context.config.method == "lora" and path is not None and not path_rules.known(path.is_file)
@@ -275,6 +282,10 @@ RULES: tuple[Rule[Context], ...] = (
     Rule(("train.optimizer", "train.learning_rate"), _low_rate,
          "`train.learning_rate` is {rate} ({@train.learning_rate}): prodigy finds the rate itself and"
          " multiplies it by this", "write `train.learning_rate: 1`"),
+    Rule(("flow.mode_scale", "flow.weighting_scheme"), _outside_noise_levels,
+         "`flow.mode_scale` is {flow.mode_scale}: noise levels would leave 0 to 1",
+         f"a number of at least {_MODE_SCALES[0]:g} and at most {_MODE_SCALES[1]:g}; leave it out for 1.29",
+         at=("flow.mode_scale",)),
     Rule(("lora.init_from", "method"), _no_file, "`lora.init_from`: {lora.init_from} is no file",
          "name a .safetensors file of an earlier run", at=("lora.init_from",)),
 )  # fmt: skip

@@ -49,14 +49,20 @@ def _leads(path: KeyPath, value: str, folder: Path) -> bool:
 
 def place_of(key: str, text: str, folder: Path | None) -> Path | None:
     """The place that the value of a dotted key leads to, with links followed, where relative paths begin at
-    `folder`; None for a value that is no path, and for a relative one where that is not known.
+    `folder`; None for a value that is no path, for a relative one where that is not known, and for one that
+    leads nowhere here: a home folder of nobody, a link that leads to itself.
     """
     path = Path(text)
     whole = path.is_absolute() or text.startswith("~")
     if text in ("", "null", "-") or not (whole or folder):
         return None
     begin = folder or Path("/")
-    return (begin / path.expanduser()).resolve() if _leads(tuple(key.split(".")), text, begin) else None
+    if not _leads(tuple(key.split(".")), text, begin):
+        return None
+    try:
+        return (begin / path.expanduser()).resolve()
+    except (RuntimeError, OSError):
+        return None
 
 
 def differences(configs: Sequence[Mapping[str, str]], folders: Sequence[Path | None]) -> dict[str, list[str]]:

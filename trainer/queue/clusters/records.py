@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,14 +46,15 @@ def kept(queue: Path, launcher: str = "") -> list[Submitted]:
     return [one for one in found if launcher in ("", one.launcher)]
 
 
-def changes(queue: Path) -> int | None:
-    """A value that changes with every job that is kept or dropped; None where none ever was. Raises
-    StorageError where that cannot be read.
+def changes(queue: Path) -> tuple[int, frozenset[str]] | None:
+    """A value that changes with every job that is kept or dropped: the time of the folder, which may stay the
+    same within a few milliseconds, and the names in it. None where none ever was. Raises StorageError where
+    that cannot be read.
     """
     folder = queue / _FOLDER
     with atomic.reading_told(folder):
         try:
-            return folder.stat().st_mtime_ns
+            return folder.stat().st_mtime_ns, frozenset(os.listdir(folder))  # noqa: PTH208  names alone
         except FileNotFoundError:
             return None
 

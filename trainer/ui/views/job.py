@@ -14,6 +14,7 @@ from trainer.telemetry.run_folder.plan import PlannedDecision
 from trainer.telemetry.run_folder.results import LORA_FOLDER, Sample, SavedFile
 from trainer.telemetry.runs import Run, State, read_run
 from trainer.telemetry.status import Phase
+from trainer.telemetry.stop import ON_REQUEST
 from trainer.ui.opened import tail
 from trainer.ui.studio import Studio, identifier
 from trainer.ui.views.kept import Kept, kept_settings
@@ -260,11 +261,14 @@ def _end(run: Run, lines: Sequence[LogLine]) -> EndView | None:
         return None
     stopped = run.end.exit_code == ExitCode.STOPPED
     known = stopped or any(problem.remedy for problem in run.end.problems)
+    problems = run.end.problems
+    if stopped and problems and problems[0].what == ON_REQUEST:  # the exit code says so
+        problems = problems[1:]
     return EndView(
         code=run.end.exit_code,
         meaning=run.end.meaning,
         cause=run.end.cause if not run.end.problems else "",
-        problems=run.end.problems[1:] if stopped else run.end.problems,  # that of a stop is its exit code's
+        problems=problems,
         remedy="" if known else remedy(run.end.exit_code),
         lines=tuple(lines[-_LAST_LINES:]),
     )

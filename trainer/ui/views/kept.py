@@ -1,5 +1,5 @@
-"""Settings of a run: its folder's, else those that its job of the queue was given, where the run was refused
-before it wrote its own.
+"""Settings of a run: its folder's, else those that its newest job of the queue was given, where the run was
+refused before it wrote its own.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ def kept_settings(studio: Studio, folder: Path) -> Kept | None:
         return Kept(text=text, working_folder=working_folder(folder))
     queue = environment.queue_dir().absolute()
     with contextlib.suppress(StorageError, OSError):  # the queue is told where it is shown
-        for job in reversed(read_jobs(queue)):
-            path = jobfiles.job_folder(queue, job.id) / jobfiles.CONFIG_FILE
-            if job.run == folder:
-                with path.open("rb") as file:
-                    text = file.read(_MOST_BYTES).decode(errors="replace")
-                return Kept(text=text, working_folder=job.working_folder, of_job=True)
+        own = [job for job in read_jobs(queue) if job.run == folder]
+        if own:
+            newest = max(own, key=lambda job: job.id)
+            path = jobfiles.job_folder(queue, newest.id) / jobfiles.CONFIG_FILE
+            with path.open("rb") as file:
+                text = file.read(_MOST_BYTES).decode(errors="replace")
+            return Kept(text=text, working_folder=newest.working_folder, of_job=True)
     return None

@@ -12,7 +12,7 @@ from pathlib import Path
 from trainer.errors import GOES_ON, ExitCode
 from trainer.queue.launcher import State as JobState
 from trainer.telemetry.run_folder.process import PROCESS_FILE, Process, is_running, read_process
-from trainer.telemetry.rundir import CONFIG_FILE
+from trainer.telemetry.rundir import CONFIG_FILE, LOCK_FILE
 from trainer.telemetry.runs import Run, State, heartbeats
 from trainer.telemetry.sinks.records import METRICS_LOG
 from trainer.telemetry.status import STATUS_FILE, Phase, verdict_of_ranks
@@ -116,14 +116,19 @@ def run_look(folder: Path) -> Look:
 
 
 def row_look(folder: Path) -> Look:
-    """A look at all that the list shows of a run: of one that has ended the time of its folder is enough, as
-    whatever begins in it writes process.json anew. Asked of each run at each look of the home page.
+    """A look at all that the list shows of a run: of one that has ended few files are enough, as whatever
+    begins in it takes its lock and then writes process.json anew. Asked of each run at each look of the home
+    page.
     """
     written = _stamp(f"{folder}/{PROCESS_FILE}")
     process = None if written is None else _process(folder, written)
-    if process is None or process.exit_code is None:
+    if written is None or process is None or process.exit_code is None:
         return run_look(folder)
-    return Look(changes=(written, _stamp(str(folder)), _stamp(f"{folder}/{METRICS_LOG}")))
+    locked = _stamp(f"{folder}/{LOCK_FILE}")
+    if locked is not None and locked[0] >= written[0]:  # after that end: it is held, or was until a refusal
+        return run_look(folder)
+    files = (_stamp(f"{folder}/{name}") for name in (METRICS_LOG, LOG_FILE))
+    return Look(changes=(written, locked, _stamp(str(folder)), *files))
 
 
 def signature(folder: Path) -> tuple[object, ...]:

@@ -181,10 +181,10 @@ def _sections(studio: Studio, rows: Sequence[QueueRow], every: Sequence[Entry]) 
 
 
 def queue_look(studio: Studio) -> Look:
-    """A look at all that `queue_view` shows; it works where a job runs. Cheap where none waits or runs: then
-    the queue changes by its database alone.
+    """A look at all that `queue_view` shows; it works where a job runs, or a cluster is asked. Cheap where no
+    job waits or runs: then the queue changes by its database alone.
     """
-    queue = users_queue()
+    queue, clusters = users_queue(), Look(changes=None)
     try:
         clusters = cluster_look(queue.folder)
         # before the jobs are read: what changes in between is seen at the next look
@@ -195,7 +195,8 @@ def queue_look(studio: Studio) -> Look:
     except StorageError:
         pass  # the view says so
     view = queue_view(studio)
-    return Look(changes=view, works=any(row.state.kind == "running" for row in view.rows))
+    runs = any(row.state.kind == "running" for row in view.rows)
+    return Look(changes=view, works=runs or clusters.works)
 
 
 _at_rest: dict[Path, bytes | None] = {}
