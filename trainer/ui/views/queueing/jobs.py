@@ -282,7 +282,7 @@ def resume(studio: Studio, run: str) -> None:
     queue = users_queue()
     own = [job.id for job, seen in queue.jobs() if job.run == folder and seen.state is not State.FINISHED]
     if own:
-        queue.release(str(own[-1]))
+        queue.release(str(max(own)))  # the newest one, wherever it stands
         return
     queue.submit([_again(folder)])
 
