@@ -66,7 +66,7 @@ $(CONTAINER_STAMP): $(STAMP)
 
 test-container: $(CONTAINER_STAMP) ## images, real containers, compose files and manifests; as root it installs and starts an engine
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
-		&& ! { command -v docker && command -v debootstrap; } >/dev/null; then \
+		&& ! { { docker buildx version || command -v dockerd; } && command -v debootstrap; } >/dev/null 2>&1; then \
 		echo "installing docker.io and debootstrap"; \
 		apt-get update -qq; \
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends docker.io debootstrap >/dev/null; \
