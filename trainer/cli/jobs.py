@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainer.cli.elsewhere import tell_end
+from trainer.cli.other_hosts import tell_end
 from trainer.cli.output import print_error, say, wants_json
 from trainer.cli.targets import nearest, require_writable_folder
 from trainer.config import environment, launchers

@@ -36,7 +36,7 @@ def preflight(words: tuple[str, ...]) -> int:
       trainer preflight train my.yaml --output /output/my-lora
       trainer preflight -- "$@" && exec trainer "$@"
     """
-    from trainer.cli.elsewhere import tell_end, telling
+    from trainer.cli.other_hosts import tell_end, telling
 
     place = _place(words)
     with telling(place.hosts):

@@ -25,7 +25,6 @@ def train(layers: Layers, no_probe: bool, share_gpu: bool) -> int:
 
     The same command again resumes a run that was stopped. SIGTERM and Ctrl-C save first.
     """
-    from trainer.cli.elsewhere import telling
     from trainer.cli.jobs import (
         follow_job,
         require_free_memory,
@@ -33,6 +32,7 @@ def train(layers: Layers, no_probe: bool, share_gpu: bool) -> int:
         run_job,
     )
     from trainer.cli.measure import planned
+    from trainer.cli.other_hosts import telling
     from trainer.cli.places import place_of_start
     from trainer.config import environment
     from trainer.engine.spec import Job
@@ -80,9 +80,9 @@ def cache(layers: Layers, verify: bool, prune: bool, import_pt: Path | None) -> 
       trainer cache my.yaml
       trainer cache my.yaml --verify --prune
     """
-    from trainer.cli.elsewhere import telling
     from trainer.cli.jobs import follow_job, require_startable, run_job
     from trainer.cli.measure import planned
+    from trainer.cli.other_hosts import telling
     from trainer.cli.places import place_of_start
     from trainer.engine.spec import Job
     from trainer.planning.data_rows import require_dataset

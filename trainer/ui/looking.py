@@ -56,6 +56,6 @@ def period(still_seconds: float, *, works: bool) -> float:
     return next((often for still, often in _STILL if still_seconds > still), _LOOK_SECONDS)
 
 
-def until_next(period: float) -> float:
+def until_next(every_seconds: float) -> float:
     """Seconds until a moment that all who wait for this period share, so that they wake the process once."""
-    return period - time.monotonic() % period if period else 0.0
+    return every_seconds - time.monotonic() % every_seconds if every_seconds else 0.0

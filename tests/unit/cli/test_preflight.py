@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.planning.conftest import MACHINES, machine, with_gpu
-from trainer.cli import elsewhere, main
+from trainer.cli import main, other_hosts
 from trainer.cli import surroundings as module
 from trainer.cli.commands import COMMANDS
 from trainer.cli.jobs import child_environment
@@ -446,7 +446,7 @@ def test_what_ends_the_start_here_is_told_to_other_hosts(
         if hosts.several:
             told.append((hosts.number, exit_code, what))
 
-    monkeypatch.setattr(elsewhere, "tell_end", tell)
+    monkeypatch.setattr(other_hosts, "tell_end", tell)
     words = (*train(tmp_path), *(("--set", "lora.rnk=3") if trouble == "key" else ()))
     profile = {"TRAINER_PROFILE": "dgx-spark"} if trouble == "machine" else {}
     code, _, errors = ask(machine("h200"), *words, **profile)

@@ -101,7 +101,7 @@ def met(meeting: Meeting, rank: int, size: int, look: Callable[[], None]) -> Any
         what = f"host 0 ended while this one waited for the others at {meeting.place}: {error}"
         raise LostError(
             what, where="TRAINER_MASTER", remedy="see what it says there, and start all again"
-        ) from (error)
+        ) from error
     return store
 
 

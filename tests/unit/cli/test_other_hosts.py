@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.contract.runs import CPU_FACTS, ROOT
-from trainer.cli import elsewhere, jobs, main
+from trainer.cli import jobs, main, other_hosts
 from trainer.cli.options import Layers
 from trainer.config.hosts import ONE, Hosts
 from trainer.engine.meeting import meeting
@@ -51,14 +51,14 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, str, floa
 def test_an_error_is_told_with_its_first_problem_and_stays_the_end(
     announced: list[tuple[int, int, str, float]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigError, match="one"), elsewhere.telling(TWO):
+    with pytest.raises(ConfigError, match="one"), other_hosts.telling(TWO):
         raise ConfigError("one")
-    assert announced == [(1, 78, "one", elsewhere.TELL_SECONDS)]
+    assert announced == [(1, 78, "one", other_hosts.TELL_SECONDS)]
     assert capsys.readouterr().err.splitlines()[-1] == "host 0: told"
     for code in (75, 130):  # a second Ctrl-C is a stop for others
-        elsewhere.tell_end(TWO, code, "stopped")
-        assert announced[-1][1] == 75 and announced[-1][-1] < elsewhere.TELL_SECONDS  # whoever asked waits
-    elsewhere.tell_end(ONE, 78, "one host")
+        other_hosts.tell_end(TWO, code, "stopped")
+        assert announced[-1][1] == 75 and announced[-1][-1] < other_hosts.TELL_SECONDS  # whoever asked waits
+    other_hosts.tell_end(ONE, 78, "one host")
     assert len(announced) == 3
 
 
@@ -71,9 +71,9 @@ def test_a_second_start_beside_a_run_tells_nobody(
     """The run may read its data for minutes before it comes to where the others wait for it."""
     monkeypatch.setenv("TRAINER_RUNTIME_DIR", str(tmp_path))
     with runtime_folder.holding(tmp_path):
-        elsewhere.tell_end(TWO, 78, "the runtime folder is used by another run")
+        other_hosts.tell_end(TWO, 78, "the runtime folder is used by another run")
     assert not announced and "not told, since a run here goes on" in capsys.readouterr().err
-    elsewhere.tell_end(TWO, 78, "one")
+    other_hosts.tell_end(TWO, 78, "one")
     assert len(announced) == 1
 
 
@@ -97,7 +97,7 @@ def test_a_signal_ends_the_telling_and_not_the_exit_code(
         raise AssertionError("the signal was not heeded")
 
     monkeypatch.setattr(meeting, "announce", announce)
-    with pytest.raises(ConfigError), elsewhere.telling(TWO):
+    with pytest.raises(ConfigError), other_hosts.telling(TWO):
         raise ConfigError("one")
     os.kill(os.getpid(), signum)  # only the exit code is left
     assert "not all were told: asked to end" in capsys.readouterr().err
@@ -110,10 +110,10 @@ def test_what_hinders_the_telling_is_said(
         raise RuntimeError("address in use\nmore")
 
     monkeypatch.setattr(meeting, "announce", refused)
-    elsewhere.tell_end(TWO, 78, "one")
+    other_hosts.tell_end(TWO, 78, "one")
     assert "not told at 127.0.0.1:7: address in use\n" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "trainer.engine.meeting.meeting", None)
-    elsewhere.tell_end(TWO, 78, "one")
+    other_hosts.tell_end(TWO, 78, "one")
     assert "torch cannot be imported here" in capsys.readouterr().err
 
 
@@ -150,4 +150,4 @@ def test_an_end_is_told_that_those_who_wait_cannot_see(
     loaded = Layers([Path("train_configs/quickstart.yaml")], output=tmp_path / "run").load()
     loaded, facts = dataclasses.replace(loaded, hosts=TWO), read_recorded(CPU_FACTS)
     assert jobs.run_job(loaded, facts, plan_run(loaded, facts), Job(mode="train")) == code
-    assert announced == ([(1, code, meaning(code), elsewhere.TELL_SECONDS)] if told else [])
+    assert announced == ([(1, code, meaning(code), other_hosts.TELL_SECONDS)] if told else [])
