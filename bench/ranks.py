@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if environment.read("TRAINER_PROFILE") != "cpu":
         idle.require_gpu(remedy="use a machine with several; TRAINER_PROFILE=cpu tries it on a CPU")
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    rows: Sequence[tuple[str, ...]] = ()
     with tempfile.TemporaryDirectory(prefix="bench-", dir=options.work) as name:
         for number in range(1, options.rounds + 1):
             for variant in options.variants:
@@ -59,11 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         sample |= {"ranks": plan["ranks"], "predicted": plan["step_milliseconds"]}
                     found.setdefault((variant, way), []).append(sample)
                     print(f"round {number}, {variant}, {way}: {_short(sample)}", file=sys.stderr, flush=True)
-    rows = list(_rows(options.family, options.method, found))
+            rows = _rows(options.family, options.method, found)
+            if options.record:  # a round is kept where the next one is cut off
+                write_record(options, rows)
     for row in rows:
         print(json.dumps(dict(zip(COLUMNS, row, strict=True))))
-    if options.record:
-        write_record(options, rows)
     return int(any(sample.get("problem") for samples in found.values() for sample in samples))
 
 

@@ -77,9 +77,8 @@ def verdicts() -> dict[str, KernelVerdict]:
     """All kernels at the shape of `inputs`: one that crashes would take these tests with it."""
     shape = AttentionShape(batch_size=1, heads=24, head_width=128, tokens=4608)
     found: dict[str, KernelVerdict] = {}
-    # twice, as two starts of `trainer train`, where the time of one does not suffice
-    for _ in range(2):
-        missing = [name for name in (*attention_kernels(), *matmul_kernels()) if name not in found]
+    # as more than one start of `trainer train`, where the time of one does not suffice
+    while missing := [name for name in (*attention_kernels(), *matmul_kernels()) if name not in found]:
         measured = probe(missing, shape, "bf16", environment.snapshot())
         assert not measured.unsettled, measured.unsettled
         found |= {one.kernel: one for one in measured.verdicts}
