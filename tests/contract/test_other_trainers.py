@@ -158,7 +158,7 @@ def logged(trainer: Trainer) -> list[dict[str, float]]:
 
 
 def saved(job: Job, case: Case) -> dict[str, torch.Tensor]:
-    """What a run saved, as peft or transformers loads it."""
+    """Trained weights that a run saved, as peft or transformers loads them."""
     base = (
         job.folder / "model"
         if case.method == "full"
