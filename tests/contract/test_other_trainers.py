@@ -200,22 +200,46 @@ class Plain:
     options: tuple[str, ...] = ()
 
 
-def with_adapter(case: Case, base: Path, folder: Path, *, dora: bool) -> Plain:
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of adapter: in peft's words, and in ours."""
+
+    name: str
+    config: Mapping[str, Any]
+    options: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+LORA = Kind(name="lora", config={})
+OTHERS = (
+    Kind(name="dora", config={"use_dora": True}, options=("lora.type=dora",)),
+    Kind(
+        name="patterns",
+        config={"rank_pattern": {"to_q": 8}, "alpha_pattern": {"to_k": 3}},
+        options=("lora.rank_pattern={to_q: 8}", "lora.alpha_pattern={to_k: 3}"),
+    ),
+)
+
+
+def with_adapter(case: Case, base: Path, folder: Path, kind: Kind) -> Plain:
     """The adapter is not zero at the start, and its file is written by the pipeline."""
     pipeline: Any = DiffusionPipeline.from_pretrained(base)
     family = families.get(case.family)
     model = pipeline.components[family.trained_component].requires_grad_(case.method == "full").train()
     if case.method == "full":
         return Plain(model=model)
-    config = LoraConfig(r=4, lora_alpha=8, use_dora=dora, target_modules=family.lora_targets["attention"])
+    targets = family.lora_targets["attention"]
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, **kind.config)
     model.add_adapter(config)
     grow(model)
     layers = {f"{family.trained_component}_lora_layers": get_peft_model_state_dict(model)}
     metadata = {f"{family.trained_component}_lora_adapter_metadata": config.to_dict()}
     pipeline.save_lora_weights(folder, **layers, **metadata)
     (first,) = folder.iterdir()
-    kind = f"lora.type={'dora' if dora else 'lora'}"
-    return Plain(model=model, options=(kind, "lora.target_modules=attention", f"lora.init_from={first}"))
+    first_of_both = ("lora.target_modules=attention", f"lora.init_from={first}")
+    return Plain(model=model, options=(*kind.options, *first_of_both))
 
 
 def steps_of_the_examples(job: Job, model: Any, taken: Sequence[Sequence[tuple[Batch, Draw]]]) -> list[Any]:
@@ -238,20 +262,20 @@ def steps_of_the_examples(job: Job, model: Any, taken: Sequence[Sequence[tuple[B
 
 
 @pytest.mark.parametrize(
-    ("case", "batch", "dora"),
+    ("case", "batch", "kind"),
     [
-        *((case, 1, False) for case in DRAWERS),
-        *((case, 2, False) for case in DRAWERS if case.method == "lora"),
-        *((case, 2, True) for case in DRAWERS if case.family == "flux1_dev" and case.method == "lora"),
+        *((case, 1, LORA) for case in DRAWERS),
+        *((case, 2, LORA) for case in DRAWERS if case.method == "lora"),
+        *((case, 2, kind) for kind in OTHERS for case in DRAWERS[:1]),
     ],
-    ids=lambda one: {True: "dora", False: "plain"}.get(one, str(one)) if isinstance(one, bool) else str(one),
+    ids=str,
 )
 def test_a_model_learns_what_it_does_in_the_loop_of_the_diffusers_examples(
-    case: Case, batch: int, dora: bool, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: Case, batch: int, kind: Kind, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss of a batch is that which tests/numerics compares with the examples'."""
     taken = record_fed(monkeypatch)
-    plain = with_adapter(case, workshop.base(case.family), tmp_path / "first", dora=dora)
+    plain = with_adapter(case, workshop.base(case.family), tmp_path / "first", kind)
     own = (f"train.train_batch_size={batch}", "data.caption_dropout_rate=0", *plain.options)
     job = workshop.job(case, tmp_path / "ours", *OPTIONS, *own)
     job.train()
