@@ -55,8 +55,8 @@ class HostFlag:
 class Average:
     """A mean of some values over the steps, younger ones weighing more.
 
-    The decay grows to `decay` as (1 + n) / (10 + n) after n steps, as diffusers' EMAModel has it: the mean of
-    a short run is not the untrained start.
+    The decay grows to `decay` as (1 + n) / (10 + n) after n steps: the mean of a short run is not the
+    untrained start. diffusers' EMAModel has the same values a step later, and 0 in its first one.
     """
 
     def __init__(self, values: Sequence[torch.Tensor], decay: float) -> None:
