@@ -9,11 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from trainer.engine.results import proof
 from trainer.engine.training import held_out
 from trainer.files import atomic
 from trainer.telemetry.sinks.records import ValidationRecord
+from trainer.telemetry.status import Phase
 
 
 class KilledError(Exception):
@@ -134,6 +136,36 @@ def test_a_loss_on_other_samples_is_not_measured_again(tmp_path: Path) -> None:
     samples: Any = SimpleNamespace(data="b")
     # it has no model to measure with
     held_out.prove_best(context(tmp_path), None, samples, tmp_path / "last.safetensors")
+
+
+def test_the_kept_one_is_measured_without_a_step_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its step is long past: who follows the run would see it train again from there."""
+    beats: list[tuple[Phase, int | None]] = []
+
+    def beat(phase: Phase, *, step: int | None = None, total: int | None = None) -> None:
+        beats.append((phase, step))
+
+    def nothing(*_: object) -> None:
+        pass
+
+    one = torch.ones(())
+    monkeypatch.setattr(held_out, "load_batch", lambda *_, **__: SimpleNamespace(weight=1.0))
+    monkeypatch.setattr(held_out, "draw_for", nothing)
+    monkeypatch.setattr(held_out, "to_device", lambda batch, draw, *_: (batch, draw))
+    monkeypatch.setattr(held_out, "_scores", lambda *_: (one, []))
+    monkeypatch.setattr(proof, "load_lora", nothing)
+    monkeypatch.setattr(held_out.lora, "remove_lora", nothing)
+    held_out.keep_best(context(tmp_path), 80, record(80, 1.0))
+    ends: Any = context(tmp_path)
+    ends.config.train = SimpleNamespace(max_train_steps=240)
+    ends.family = ends.plan = SimpleNamespace(in_rows=False)
+    ends.device, ends.dtype, ends.status = "cpu", torch.float32, SimpleNamespace(beat=beat)
+    samples: Any = SimpleNamespace(data="a", settings=None, entries=SimpleNamespace(records=[0, 1]))
+    model: Any = SimpleNamespace(training=False, eval=nothing, train=nothing)
+    held_out.prove_best(ends, model, samples, tmp_path / "last.safetensors")
+    assert beats == [(Phase.SAVE, None)] * 2
 
 
 def test_a_file_that_somebody_took_is_not_kept(tmp_path: Path) -> None:

@@ -74,16 +74,18 @@ def held_out_entries(context: Context, records: Sequence[Record]) -> HeldOut | N
 
 
 def measure(
-    context: Context, model: Any, held_out: HeldOut, *, step: int, ranks: Ranks = ALONE
+    context: Context, model: Any, held_out: HeldOut, *, step: int, ranks: Ranks = ALONE, saves: bool = False
 ) -> ValidationRecord:
     """Mean loss over all samples and draws, of which each of `ranks` computes a share; equal on all of them.
 
     Before the first step a stop request ends it. Later none does: the row of a step is written once, and
-    needs the loss of all samples.
+    needs the loss of all samples. `saves`: a file is proved at the end, of a step that may be long past; the
+    heartbeats are those of saving.
     """
     family, settings, total_steps = context.family, held_out.settings, context.config.train.max_train_steps
     was_training = model.training
     count, draws = len(held_out.entries.records), 1 if settings is None else _DRAWS
+    phase = Phase.SAVE if saves else Phase.TRAIN if step else Phase.FIRST_STEP
     together = context.plan.in_rows  # all pass through the model at the same time
 
     def load(record: int) -> Batch:
@@ -109,7 +111,7 @@ def measure(
                 loss, hits = _scores(family, model, batch, draw, settings)
                 losses.append(loss)
                 correct.extend(hits)
-            context.status.beat(Phase.TRAIN if step else Phase.FIRST_STEP, step=step, total=total_steps)
+            context.status.beat(phase, step=None if saves else step, total=None if saves else total_steps)
         return _on_host(losses), weights, _on_host(correct)
 
     model.eval()  # without an adapter's dropout
@@ -255,7 +257,7 @@ def prove_best(context: Context, model: Any, held_out: HeldOut | None, last: Pat
     path = context.run_dir / FOLDER / kept["file"]
     lora.remove_lora(model)
     proof.load_lora(context, model, path)
-    again = measure(context, model, held_out, step=kept["step"]).validation_loss
+    again = measure(context, model, held_out, step=kept["step"], saves=True).validation_loss
     lora.remove_lora(model)
     proof.load_lora(context, model, last)
     loss = kept["validation_loss"]
