@@ -157,16 +157,23 @@ def add(place: Place, staged: Mapping[Path, str], to_trash: Sequence[str], what:
             source.rename(path)
 
 
-def last_change(place: Place) -> str:
-    """Words for the change that the next undo would take back; empty where there is none."""
+def last_change(place: Place) -> tuple[str, str] | None:
+    """Id of the change that the next undo would take back, and words for it; None where there is none."""
     files = _changes(place)
-    return _read(files[-1]).what if files else ""
+    return (files[-1].stem, _read(files[-1]).what) if files else None
 
 
-def undo(place: Place) -> list[str]:
-    """Take the last change back; gives the files that others have changed since, which stay as they are."""
+def undo(place: Place, shown: str = "") -> list[str]:
+    """Take the last change back; gives the files that others have changed since, which stay as they are.
+
+    Raises DataError where `shown`, the id of the change that somebody wants to take back, is no longer the
+    last.
+    """
     with writing_to(place):
         files = _changes(place)
+        if shown and [shown] != [file.stem for file in files[-1:]]:
+            what = "something else was changed or taken back since: nothing was done"
+            raise DataError(what, where=place.folder.name, remedy="open the set again, and look what is last")
         if not files:
             return []
         change = _read(files[-1])

@@ -229,7 +229,7 @@ def _replace(studio: Studio, request: Request, form: FormData) -> Response | Non
 
 def _undo(studio: Studio, request: Request, form: FormData) -> None:
     place = place_of(studio, request.path_params["set"])
-    if kept := edits.undo(place):
+    if kept := edits.undo(place, _text(form, "change")):
         what = f"these were changed since, and stay as they are: {', '.join(kept[:20])}"
         raise DataError(what, where=place.folder.name, remedy="all others are as before")
 

@@ -99,8 +99,8 @@ class DatasetView:
     """Whether a run may name the folder: not where it is the root of all data sets."""
     in_metadata: int
     """Captions that are rows of metadata."""
-    undo: str
-    """The change that undo takes back; empty where there is none."""
+    undo: tuple[str, str] | None
+    """Id of the change that undo takes back, and words for it; None where there is none."""
     show: str
     search: str
     bucket: str

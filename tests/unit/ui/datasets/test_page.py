@@ -165,6 +165,26 @@ def test_a_caption_is_saved_undone_and_kept_from_others(client: TestClient, stud
     assert client.post(f"/data/{place.id}/undo").status_code == 303
 
 
+def test_a_button_of_an_older_page_takes_back_nothing_else(client: TestClient, studio: Studio) -> None:
+    place = make(studio, a="a cat", b="a bee")
+    looked(place)
+    for name in "ab":
+        address = f"/data/{place.id}/pictures/{key_of(place, f'cats/{name}.png')}"
+        etag = field(client.get(address).text, "etag")
+        client.post(f"{address}/caption", data={"caption": "mine", "etag": etag})
+        if name == "a":
+            older = field(client.get(f"/data/{place.id}").text, "change")
+    answer = client.post(f"/data/{place.id}/undo", data={"change": older})
+    assert answer.status_code == 422 and "nothing was done" in answer.text
+    assert [(place.folder / f"{name}.txt").read_text() for name in "ab"] == ["mine\n"] * 2
+    now = field(client.get(f"/data/{place.id}").text, "change")
+    assert client.post(f"/data/{place.id}/undo", data={"change": now}).status_code == 303
+    assert (place.folder / "b.txt").read_text() == "a bee"
+    # pressed twice
+    assert client.post(f"/data/{place.id}/undo", data={"change": now}).status_code == 422
+    assert (place.folder / "a.txt").read_text() == "mine\n"
+
+
 def test_a_script_gets_the_form_alone(client: TestClient, studio: Studio) -> None:
     place = make(studio, a="a cat")
     looked(place)
