@@ -162,6 +162,13 @@ def test_a_start_is_a_job_of_the_queue_and_a_wrong_one_is_none(client: TestClien
     assert Elements(again.text).having(name="output_dir")[0]["value"] == "mine"
 
 
+@pytest.mark.parametrize("path", ["/new/file", "/new/start"])
+def test_the_way_back_to_a_form_with_mistakes_is_a_form(client: TestClient, path: str) -> None:
+    assert client.post(path, data={**FORM, "lora.rank": "x"}).status_code == 422
+    answer = client.get(path)
+    assert answer.status_code == 200 and Elements(answer.text).having(name="output_dir")
+
+
 def test_a_run_like_another_has_its_configuration_and_a_new_folder(
     client: TestClient, studio: Studio
 ) -> None:

@@ -23,6 +23,8 @@ from trainer.ui.views.new import NewRun, add_to_queue, added, new_run
 DEPTHS = ("needed", "usual", "all")
 _MOST_CHARACTERS = 1 << 19
 """Longest text of a field."""
+_SENT = ("/new/file", "/new/start")
+"""Addresses that a form is sent to, and that show it again where it has mistakes."""
 
 
 def routes(studio: Studio) -> Sequence[BaseRoute]:
@@ -54,6 +56,8 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
         Route("/new/plan", posted(_plan), methods=["POST"]),
         Route("/new/file", posted(_file), methods=["POST"]),
         *([Route("/new/start", posted(_started), methods=["POST"])] if studio.starts_runs else []),
+        # mistakes are shown at these addresses, to which a browser may come back without its form
+        *(Route(path, show, methods=["GET"]) for path in _SENT),
     ]
 
 
