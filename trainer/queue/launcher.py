@@ -106,7 +106,7 @@ def judged(*, alive: bool, began: bool, exit_code: int | None, held: bool, asked
         if held or asked:
             words = "stopped, resumable: `trainer queue hold --release` goes on with it"
             return Seen(state=State.HELD, words=words, exit_code=exit_code)
-        why = "stopped from outside" if exit_code == ExitCode.STOPPED else "another machine was lost"
+        why = "stopped" if exit_code == ExitCode.STOPPED else "another machine was lost"
         return Seen(state=State.WAITING, words=f"{why}, goes on by itself", exit_code=exit_code)
     if exit_code is not None:
         return Seen(state=State.FAILED, words=meaning(exit_code), exit_code=exit_code)

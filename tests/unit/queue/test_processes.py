@@ -267,6 +267,14 @@ def test_a_scheduler_that_is_asked_to_end_leaves_its_runs_or_has_them_save(
     wait_for_state(queue, "1", State.HELD)
 
 
+def test_one_that_was_stopped_by_its_user_and_released_is_not_told_as_stopped_by_another(real: Local) -> None:
+    started(real)
+    real.stop("1")
+    wait_for_state(real, "1", State.HELD)
+    real.release("1")
+    assert real.state("1").words == "stopped, goes on by itself"
+
+
 def test_a_killed_watcher_has_the_run_save(real: Local) -> None:
     found = started(real)
     kill(found.watcher)
