@@ -166,6 +166,7 @@ def handed(context: Context, path: Path) -> Path:
     wants = not context.shares_run_dir and ranks.speaks and _lacks(target, files)
     if True in ranks.gathered(wants):
         _send(context, path, target if wants else None, files)
+        ranks.meet()  # the first rank of a host writes for its others, which have heard all a moment before
     return target
 
 

@@ -102,12 +102,17 @@ def save(
             write_text(temporary / _STATE, json.dumps(state, indent=1, sort_keys=True))
         # later ones are damaged, since the run went on from an earlier one, and are replaced on its way
         ours = [folder for folder in steps_on_disk(root) if step_of(folder) <= snapshot.step]
-        leftovers = [folder for folder in root.glob("step-*.tmp") if _NAME.fullmatch(folder.stem)]
         for folder in ours[:-keep]:
             shutil.rmtree(folder)
-        for folder in leftovers:  # of interrupted saves
-            shutil.rmtree(folder, ignore_errors=True)
+    remove_unfinished(root)
     return target
+
+
+def remove_unfinished(root: Path) -> None:
+    """Remove what saves that were killed left of their checkpoints."""
+    for folder in root.glob("step-*.tmp"):
+        if _NAME.fullmatch(folder.stem):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def take_part_in_save(weights: Mapping[str, Writable], optimizer: Mapping[str, Writable]) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,14 +172,17 @@ def _read_record(path: Path) -> dict[str, str]:
 
 
 def require_space(context: Context) -> None:
-    """Raise NoSpaceError now rather than at the first checkpoint."""
+    """Raise NoSpaceError now rather than at the first checkpoint, once what killed writes left is removed."""
+    checkpoints = context.run_dir / "checkpoints"
+    checkpoint.remove_unfinished(checkpoints)
+    for name in ("lora", "model"):
+        shutil.rmtree(context.run_dir / f"{name}.tmp", ignore_errors=True)
     free = shutil.disk_usage(context.run_dir).free
-    folders = [context.run_dir / name for name in ("lora", "model", "best")]
-    # others below `checkpoints` were renamed and stay
-    folders += checkpoint.steps_on_disk(context.run_dir / "checkpoints")
-    held = [path for folder in folders for path in folder.rglob("*")]
-    # files that an earlier start of this run wrote are part of the need
-    needed = context.plan.disk_bytes - sum(path.stat().st_size for path in held if path.is_file())
+    # an older `model` stays until the new one is written; others below `checkpoints` were renamed and stay
+    folders = [*(context.run_dir / name for name in ("lora", "best")), *checkpoint.steps_on_disk(checkpoints)]
+    # files that an earlier start of this run wrote are part of the need; links are not
+    held = [path.lstat() for folder in folders for path in folder.rglob("*")]
+    needed = context.plan.disk_bytes - sum(one.st_size for one in held if stat.S_ISREG(one.st_mode))
     if free < needed:
         raise NoSpaceError(
             f"{free / GIB:.3g} GiB free, checkpoints and final files need {needed / GIB:.3g} GiB more",

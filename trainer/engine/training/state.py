@@ -168,8 +168,10 @@ def restore(context: Context, updater: Updater, start: Start) -> State:
         state.saved_in, snapshot = start.found
         context.status.beat(Phase.LOAD)
         rows = {} if updater.in_rows is None else updater.in_rows.rows
-        weights = checkpoint.read_group(state.saved_in, "weights", context.device, rows)
-        optimizer = checkpoint.read_group(state.saved_in, "optimizer", context.device, rows)
+        # mapped on the host: on the device they would lie beside the model and the state that take them
+        weights, optimizer = (
+            checkpoint.read_group(state.saved_in, group, "cpu", rows) for group in ("weights", "optimizer")
+        )
         _require_same_names(weights.keys(), updater.weights().keys(), state.saved_in)
         updater.load(weights, optimizer, snapshot.step)
         context.say(f"resumed from {state.saved_in.name}")
