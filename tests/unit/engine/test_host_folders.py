@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 from tests.ranks import Workers
 from trainer.engine.hosts import folders
 from trainer.engine.ranks import Ranks
+from trainer.files import atomic
 
 NAME = "checkpoints/step-000005"
 
@@ -100,3 +104,36 @@ def hand_file(ranks: Ranks, root: Path) -> bytes:
 def test_a_file_is_sent_to_the_same_place(pool: Workers, tmp_path: Path) -> None:
     assert pool.call(hand_file, 2, tmp_path) == [b"weights" * 1000] * 2
     assert (tmp_path / "1" / "lora" / "cats.safetensors").is_file()
+
+
+def hand_to_two_a_host(ranks: Ranks, root: Path) -> bytes:
+    """A file as each of a host's two ranks finds it; the first one is slow to write it."""
+    folders.PIECE_BYTES = 1000  # as those have it that another test used
+    hosts = dataclasses.replace(ranks, hosts=2)
+    run_dir = root / str(hosts.host)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / "lora" / "cats.safetensors"
+    if hosts.first:
+        path.parent.mkdir()
+        path.write_bytes(b"weights" * 1000)
+    real = atomic.writing
+
+    @contextlib.contextmanager
+    def slow(target: Path) -> Iterator[Any]:
+        with real(target) as file:
+            yield file
+            time.sleep(0.5)
+
+    atomic.writing = slow
+    context = dataclasses.replace(
+        context_of(ranks, run_dir, root), ranks=hosts, shares_run_dir=hosts.host == 0
+    )
+    try:
+        found = folders.handed(context, path)
+    finally:
+        atomic.writing = real
+    return found.read_bytes() if found.is_file() else b""
+
+
+def test_every_rank_of_a_host_is_given_a_file_that_is_there(pool: Workers, tmp_path: Path) -> None:
+    assert pool.call(hand_to_two_a_host, 4, tmp_path) == [b"weights" * 1000] * 4

@@ -226,7 +226,8 @@ def _send(context: Context, path: Path, target: Path | None, files: list[_File])
         if target is not None:
             whole = bool(files[0].name)
             if not whole:
-                target.parent.mkdir(parents=True, exist_ok=True)
+                with atomic.no_space_told(target):
+                    target.parent.mkdir(parents=True, exist_ok=True)
             folder = stack.enter_context(atomic.whole_folder(target)) if whole else target
         for file in files:
             source = path / file.name if file.name else path
@@ -244,6 +245,7 @@ def _send(context: Context, path: Path, target: Path | None, files: list[_File])
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[Callable[[bytes], object]]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic.no_space_told(path), atomic.writing(path) as file:
-        yield file.write
+    with atomic.no_space_told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic.writing(path) as file:
+            yield file.write
