@@ -172,6 +172,14 @@ QUICK = {
         edited("model_index.json", scheduler=["diffusers", "DDIMScheduler"]),
         "scheduler: it is a DDIMScheduler",
     ),
+    "scheduler garbage": (
+        replaced("scheduler/scheduler_config.json", "garbage"),
+        "scheduler/scheduler_config.json: cannot be read",
+    ),
+    "scheduler with a text": (
+        edited("scheduler/scheduler_config.json", num_train_timesteps="many"),
+        "scheduler: num_train_timesteps is 'many', and a number is needed",
+    ),
     "index is garbage": (replaced("model_index.json", "{]"), "model_index.json"),
     "no tokenizer": (gone("tokenizer"), "no component 'tokenizer'"),
     "no vocabulary": (gone("tokenizer/tokenizer.json"), "base/tokenizer: no vocabulary (tokenizer.json"),
@@ -261,14 +269,6 @@ SLOW = {
     "tokenizer config garbage": (
         replaced("tokenizer/tokenizer_config.json", "[1"),
         "tokenizer: CLIPTokenizer cannot",
-    ),
-    "scheduler garbage": (
-        replaced("scheduler/scheduler_config.json", "garbage"),
-        "scheduler: its config is not",
-    ),
-    "scheduler with a text": (
-        edited("scheduler/scheduler_config.json", num_train_timesteps="many"),
-        "scheduler: its config is not",
     ),
 }
 
