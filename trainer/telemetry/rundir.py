@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -21,12 +22,20 @@ _FILES = frozenset((
     "process.json", "run.json", "wandb.id",
 ))
 # fmt: on
+_APPENDED = frozenset((LOCK_FILE, "log.jsonl", "metrics.jsonl"))
+"""Files that are opened to be written; others are replaced."""
+_NEEDED = (
+    dict.fromkeys(_FILES, os.F_OK)
+    | dict.fromkeys(_APPENDED, os.R_OK | os.W_OK)
+    | dict.fromkeys(_FOLDERS, os.R_OK | os.W_OK | os.X_OK)
+)
+"""Rights that a run needs on each name."""
 _MOST_TOLD = 10
 
 
 def require_own_names(run_dir: Path) -> None:
     """Raise ConfigError where something that a run writes, cuts or removes is a symbolic link, a folder in
-    the place of a file, or the reverse.
+    the place of a file, or the reverse, or may not be written by this user.
 
     The folder itself may be a link. A folder that was unpacked to go on with it must not reach other files,
     and nothing is removed that no run has made.
@@ -52,6 +61,11 @@ def require_own_names(run_dir: Path) -> None:
         remedy = "move them away, or choose another output_dir"
         what = "a run writes there, and removes nothing that it has not made"
         _refuse(run_dir, problems, what, remedy)
+    closed = [path for path in written if not os.access(path, _NEEDED[path.name])]
+    if closed:
+        problems = [Problem(what="this user may not write it", where=str(path)) for path in closed]
+        remedy = "let this user write there, or choose another output_dir"
+        _refuse(run_dir, problems, "a run writes there, and another user may have begun this one", remedy)
 
 
 def _refuse(run_dir: Path, problems: Sequence[Problem], what: str, remedy: str) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -135,3 +136,28 @@ def test_a_processor_that_reads_no_picture_is_told(tiny_base: Callable[[str], Pa
     file.write_text(json.dumps(content))
     with pytest.raises(AccessError, match=r"processor: \w+ cannot be opened"):
         check(base, "qwen_image_edit")
+
+
+@pytest.mark.parametrize("closed", ["", "vae", "tokenizer/tokenizer.json", "vae/config.json"])
+def test_what_this_user_may_not_read_is_told(
+    tiny_flux1_dev: Path, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    real = os.access
+
+    def access(path: Path, mode: int) -> bool:  # permission bits do not hold root
+        return real(path, mode) and (path != tiny_flux1_dev / closed or mode == os.F_OK)
+
+    monkeypatch.setattr(os, "access", access)
+    with pytest.raises(AccessError, match="this user may not read it") as caught:
+        plan(tiny_flux1_dev)
+    assert caught.value.problems[0].where == str(tiny_flux1_dev / closed)
+    assert "let this user read" in caught.value.problems[0].remedy
+
+
+def test_a_last_token_that_the_model_does_not_know_is_told(
+    tiny_base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = Path(shutil.copytree(tiny_base("mistral"), tmp_path / "base"))
+    edited("tokenizer_config.json", eos_token="nope")(base)
+    with pytest.raises(AccessError, match=r"it gives the token \d+, and the model knows \d+"):
+        check(base, "mistral")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,38 @@ def test_a_file_in_the_place_of_a_folder_is_refused_and_stays(tmp_path: Path, na
     assert (tmp_path / name).read_text() == "mine"
 
 
-def test_what_a_run_has_made_is_accepted(tmp_path: Path) -> None:
+def _made(folder: Path) -> Path:
+    """A run's folder."""
     for name in ("checkpoints", "samples", "lora", "model", "best", "tensorboard", "wandb"):
-        (tmp_path / name).mkdir()
-    for name in (".lock", "metrics.jsonl", "plan.json", "run.json", "config.resolved.yaml", "wandb.id"):
-        (tmp_path / name).touch()
-    require_own_names(tmp_path)
+        (folder / name).mkdir()
+    for name in (".lock", "metrics.jsonl", "plan.json", "process.json", "run.json", "config.resolved.yaml"):
+        (folder / name).touch()
+    return folder
+
+
+def test_what_a_run_has_made_is_accepted(tmp_path: Path) -> None:
+    require_own_names(_made(tmp_path))
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "checkpoints", "samples", "lora"])
+def test_names_that_another_user_owns_are_told_before_training(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_own_names(_made(tmp_path))
+    real = os.access
+
+    def access(path: Path, mode: int) -> bool:  # permission bits do not hold root
+        return real(path, mode) and not (path.name == name and mode & os.W_OK)
+
+    monkeypatch.setattr(os, "access", access)
+    with pytest.raises(ConfigError, match="another user may have begun this one") as caught:
+        require_own_names(tmp_path)
+    assert caught.value.problems[0].where == str(tmp_path / name)
+
+
+def test_files_that_are_replaced_may_belong_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaced = ("plan.json", "process.json", "run.json", "config.resolved.yaml")
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name not in replaced or mode == os.F_OK)
+    require_own_names(_made(tmp_path))

@@ -180,6 +180,8 @@ def _tokenizer(family: Family, source: ModelSource, name: str) -> Iterator[str]:
         if reader.get_vocab().keys() - special:
             ids = list(reader(_WORDS).input_ids)
             text = reader.decode([one for one in ids if reader.convert_ids_to_tokens(one) not in special])
+            # a name that the vocabulary lacks becomes a token behind its last one
+            ids += [one for one in (reader.bos_token_id, reader.eos_token_id) if one is not None]
     if refusal.error is not None:
         yield f"{class_name} cannot be opened ({_line(refusal.error)})"
         return
@@ -192,7 +194,7 @@ def _tokenizer(family: Family, source: ModelSource, name: str) -> Iterator[str]:
     # some say it of their language model alone
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     if isinstance(size, int) and max(ids) >= size:
-        yield f"it gives the token {max(ids)}, and {encoder.name or 'the model'} knows {size}"
+        yield f"it gives the token {max(ids)}, and {encoder.name if name else 'the model'} knows {size}"
 
 
 def _line(error: BaseException) -> str:
