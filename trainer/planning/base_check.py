@@ -247,6 +247,9 @@ def _bad_positions(theirs: Mapping[str, Any]) -> Iterator[str]:
             continue
         if name == "rope_parameters" and rope.get("rope_theta", theirs.get("rope_theta")) is None:
             yield "rope_parameters does not say rope_theta"
+        theta = rope.get("rope_theta", 1.0)
+        if not (_is_number(theta) and theta > 0):
+            yield f"{name}.rope_theta is {theta!r:.80}, and a number above 0 is needed"
         factor, parts = rope.get("factor", 1.0), rope.get("mrope_section")
         if not (_is_number(factor) and factor > 0):
             yield f"{name}.factor is {factor!r:.80}, and a number above 0 is needed"

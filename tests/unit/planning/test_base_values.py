@@ -57,7 +57,11 @@ def test_a_nested_value_is_told_by_its_whole_key(tiny_base: Callable[[str], Path
     content["text_config"]["num_hidden_layers"] = 2**40
     content["text_config"]["rope_parameters"] = {}
     content["vision_config"] = 5
-    content["text_config"]["rope_scaling"] = {"factor": -4.0, "mrope_section": [16, 24, 24]}
+    content["text_config"]["rope_scaling"] = {
+        "factor": -4.0,
+        "rope_theta": True,
+        "mrope_section": [16, 24, 24],
+    }
     file.write_text(json.dumps(content))
     with pytest.raises(AccessError) as caught:
         plan(base, "qwen_image")
@@ -65,6 +69,7 @@ def test_a_nested_value_is_told_by_its_whole_key(tiny_base: Callable[[str], Path
     assert "text_encoder: text_config.num_hidden_layers is 1099511627776" in said
     assert "text_encoder: text_config.rope_parameters does not say rope_theta" in said
     assert "text_encoder: text_config.rope_scaling.factor is -4.0, and a number above 0 is needed" in said
+    assert "text_config.rope_scaling.rope_theta is True, and a number above 0 is needed" in said
     assert "text_config.rope_scaling.mrope_section is [16, 24, 24], and a head has 16 values" in said
     assert "text_encoder: vision_config is 5, and a mapping is needed" in said
 
