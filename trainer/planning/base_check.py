@@ -17,7 +17,7 @@ from trainer.config.schema import RunConfig
 from trainer.errors import AccessError, ConfigError, Problem
 from trainer.families.family import Family
 from trainer.files.weight_files import weight_files
-from trainer.modeling.base.base import base_at, read_config
+from trainer.modeling.base.base import base_at, read_config, require_readable
 from trainer.planning.plan import Decision
 from trainer.planning.shapes.geometry import table_component
 from trainer.planning.shapes.run_shapes import CONFIGS, roles
@@ -40,6 +40,9 @@ _ANSWERS = dict.fromkeys(("do_sample", "use_cache", "output_hidden_states", "out
 # counts of what is built one by one, and the most that any model has by far
 _BUILT = re.compile(r"(layers|blocks|depth)$|^layers_per_block$")
 _MOST_BUILT = 10_000
+_SIZES = re.compile(r"(size|dim|heads|channels)$")
+# numbers that published bases leave out, or say as null
+_OPTIONAL = {"head_dim": 64, "sliding_window": 4096}
 # where the name of a model ends in the name of one of transformers' classes
 _PURPOSE = re.compile(r"For|Model|Text|Encoder")
 
@@ -50,6 +53,7 @@ def check_base(family: Family, loaded: Loaded, folder: Path) -> tuple[str, ...]:
     Raises ConfigError (78) where it is another family's or attends over fewer tokens than conversations may
     have, AccessError (77) where a component is of another class or its config is damaged, with every problem.
     """
+    require_readable(folder, families.components(family))
     said = _said(folder)
     warnings = tuple(_require_family(family, loaded, said))
     problems = [
@@ -182,6 +186,9 @@ def _problems(
         ) in _HEADS:  # weights have the same shapes with any number of heads, and classes have a default
             if name != family.trained_component and ours.get(key) is not None and theirs.get(key) is None:
                 yield path, f"it does not say {key}", _REMEDY
+        if name != family.trained_component and ours.get("eos_token_id") is not None:
+            for what in _bad_ids(theirs, "eos_token_id", required="eos_token_id" in theirs):
+                yield path, what, _REMEDY
         if theirs.get("return_dict") is False:
             yield path, "return_dict is False, and its outputs are read by their names", _REMEDY
         if roles(family)[name] == "vae":
@@ -219,14 +226,14 @@ def _bad_values(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[
     named = theirs.get("architectures")
     if named is not None and not (isinstance(named, list) and all(isinstance(one, str) for one in named)):
         yield f"architectures is {named!r}, and a list of names is needed"
-    for key, our in ours.items():
+    for key, our in {**_OPTIONAL, **{key: our for key, our in ours.items() if our is not None}}.items():
         # ids of tokens are lists in some files, and -1 in others
         value = theirs.get(key)
         if key.startswith("_") or key.endswith("_id"):
             continue
         if value is None:
             # diffusers writes every value; a null of transformers is refused by `[]` where it is a fault
-            if key in theirs and our is not None and "_class_name" in ours:
+            if key in theirs and "_class_name" in ours:
                 yield f"{key} is null, and {our!r:.80} in the family's own base"
         elif isinstance(our, dict) and isinstance(value, dict):
             yield from (f"{key}.{what}" for what in _bad_values(value, our))
@@ -283,6 +290,8 @@ def _needed(key: str, value: object, our: object) -> str:
         return "a finite number is needed"
     if key and value < 0 and our >= 0:
         return "cannot be negative"
+    if value == 0 and our > 0 and _SIZES.search(key):
+        return "a size cannot be 0"
     if value > _MOST_BUILT and _BUILT.search(key):
         return f"no model has more than {_MOST_BUILT:,} of them"
     return ""
@@ -306,14 +315,19 @@ def _bad_scales(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[
 
 def _bad_generation(said: Mapping[str, Any]) -> Iterator[str]:
     """Values of another kind in what says how a language model answers."""
-    ends = said.get("eos_token_id")
-    for one in ends if isinstance(ends, list) else [ends]:
-        if one is not None and (not isinstance(one, int) or isinstance(one, bool) or one < 0):
-            yield f"eos_token_id is {ends!r:.80}, and numbers of tokens are needed"
-            break
+    for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        yield from _bad_ids(said, key)
     for key, our in _ANSWERS.items():
         if said.get(key) is not None and (needed := _needed(key, said[key], our)):
             yield f"{key} is {said[key]!r:.80}, and {needed}"
+
+
+def _bad_ids(said: Mapping[str, Any], key: str, *, required: bool = False) -> Iterator[str]:
+    """A key that names no token, or is null where it is `required`."""
+    value = said.get(key)
+    ids = value if isinstance(value, list) else [value] if required or value is not None else []
+    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= -1 for one in ids):
+        yield f"{key} is {value!r:.80}, and numbers of tokens are needed"
 
 
 def _is_number(value: object) -> bool:

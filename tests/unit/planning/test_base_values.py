@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.unit.planning.test_base_check import check, edited, plan
+from tests.unit.planning.test_base_check import check, edited, loaded, plan
 from trainer.errors import AccessError
+from trainer.families import get
+from trainer.planning.base_check import check_base
 
 SCHEDULER = "scheduler/scheduler_config.json"
 
@@ -34,6 +36,7 @@ SCHEDULER = "scheduler/scheduler_config.json"
         ("transformer/config.json", {"axes_dims_rope": [4, 6, 8]}, "18 and not attention_head_dim, 16"),
         ("text_encoder/config.json", {"num_attention_heads": "GONE"}, "it does not say num_attention_heads"),
         ("text_encoder/config.json", {"return_dict": False}, "return_dict is False, and its outputs"),
+        ("text_encoder/config.json", {"eos_token_id": None}, "eos_token_id is None, and numbers of tokens"),
         ("text_encoder_2/config.json", {"num_heads": "GONE"}, "text_encoder_2: it does not say num_heads"),
         ("vae/config.json", {"scaling_factor": 0}, "scaling_factor is 0, and latents are scaled by numbers"),
         ("transformer/config.json", {"num_layers": 2**62}, "no model has more than 10,000 of them"),
@@ -89,6 +92,7 @@ def test_scales_of_other_channels_than_latents_are_told(
     ("changes", "words"),
     [
         ({"eos_token_id": {}}, "eos_token_id is {}, and numbers of tokens are needed"),
+        ({"bos_token_id": float("nan")}, "bos_token_id is nan, and numbers of tokens"),
         ({"eos_token_id": [2, -5]}, "eos_token_id is [2, -5], and numbers of tokens"),
         ({"output_hidden_states": "false"}, "output_hidden_states is 'false', and true or false is needed"),
         ({"repetition_penalty": "x"}, "repetition_penalty is 'x', and a number is needed"),
@@ -143,6 +147,16 @@ def test_a_processor_that_reads_no_picture_is_told(tiny_base: Callable[[str], Pa
         check(base, "qwen_image_edit")
 
 
+@pytest.mark.parametrize("changes", [{"head_dim": "x"}, {"sliding_window": []}])
+def test_values_that_published_bases_leave_out_are_looked_at_too(
+    tiny_base: Callable[[str], Path], tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    base = Path(shutil.copytree(tiny_base("mistral"), tmp_path / "base"))
+    edited("config.json", **changes)(base)
+    with pytest.raises(AccessError, match="and a number is needed"):
+        plan(base, "mistral")
+
+
 @pytest.mark.parametrize("closed", ["", "vae", "tokenizer/tokenizer.json", "vae/config.json"])
 def test_what_this_user_may_not_read_is_told(
     tiny_flux1_dev: Path, monkeypatch: pytest.MonkeyPatch, closed: str
@@ -153,8 +167,9 @@ def test_what_this_user_may_not_read_is_told(
         return real(path, mode) and (path != tiny_flux1_dev / closed or mode == os.F_OK)
 
     monkeypatch.setattr(os, "access", access)
-    with pytest.raises(AccessError, match="this user may not read it") as caught:
-        plan(tiny_flux1_dev)
+    for look in (plan, lambda base: check_base(get("flux1_dev"), loaded(base), base)):
+        with pytest.raises(AccessError, match="this user may not read it") as caught:
+            look(tiny_flux1_dev)
     assert caught.value.problems[0].where == str(tiny_flux1_dev / closed)
     assert "let this user read" in caught.value.problems[0].remedy
 

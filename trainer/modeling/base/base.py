@@ -85,7 +85,7 @@ def base_at(folder: Path | None, config: RunConfig, components: Sequence[str], *
     """
     if folder is None:
         return Base(folder=None, missing=(), built=frozenset())
-    _require_readable(folder, components)
+    require_readable(folder, components)
     built = frozenset[str]()
     if config.model.weights == "random":
         bare = {
@@ -97,7 +97,7 @@ def base_at(folder: Path | None, config: RunConfig, components: Sequence[str], *
     return Base(folder=folder, missing=tuple(_missing(folder, components, built)), built=built)
 
 
-def _require_readable(folder: Path, components: Sequence[str]) -> None:
+def require_readable(folder: Path, components: Sequence[str]) -> None:
     """Raise AccessError for what this user may not read of the components."""
     closed = _closed(folder) or [path for name in components for path in _closed(folder / name)]
     if closed:
