@@ -233,7 +233,7 @@ def _bad_values(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[
             continue
         if value is None:
             # diffusers writes every value; a null of transformers is refused by `[]` where it is a fault
-            if key in theirs and "_class_name" in ours:
+            if key in theirs and ("_class_name" in ours or key.endswith("eps")):
                 yield f"{key} is null, and {our!r:.80} in the family's own base"
         elif isinstance(our, dict) and isinstance(value, dict):
             yield from (f"{key}.{what}" for what in _bad_values(value, our))
@@ -275,6 +275,8 @@ def _needed(key: str, value: object, our: object) -> str:
     if isinstance(our, bool) and not isinstance(value, bool):
         return "true or false is needed"
     if isinstance(our, list):
+        if our and value == [] and key != "architectures":
+            return "a list with values is needed"
         kinds = [_needed("", one, our[0]) for one in value] if isinstance(value, list) and our else []
         wrong = next(filter(None, kinds), "")
         return (

@@ -36,6 +36,8 @@ SCHEDULER = "scheduler/scheduler_config.json"
         ("transformer/config.json", {"axes_dims_rope": [4, 6, 8]}, "18 and not attention_head_dim, 16"),
         ("text_encoder/config.json", {"num_attention_heads": "GONE"}, "it does not say num_attention_heads"),
         ("text_encoder/config.json", {"return_dict": False}, "return_dict is False, and its outputs"),
+        ("vae/config.json", {"block_out_channels": []}, "block_out_channels is [], and a list with values"),
+        ("text_encoder/config.json", {"layer_norm_eps": None}, "layer_norm_eps is null, and 1e-05 in the"),
         ("text_encoder/config.json", {"eos_token_id": None}, "eos_token_id is None, and numbers of tokens"),
         ("text_encoder_2/config.json", {"num_heads": "GONE"}, "text_encoder_2: it does not say num_heads"),
         ("vae/config.json", {"scaling_factor": 0}, "scaling_factor is 0, and latents are scaled by numbers"),
