@@ -273,6 +273,25 @@ def test_comfyui_has_a_name_for_every_layer_that_can_have_an_adapter(name: str) 
     assert None not in keys and len(set(keys)) == len(keys)
 
 
+def test_a_run_that_was_renamed_and_trained_on_has_one_lora(workshop: Workshop, tmp_path: Path) -> None:
+    short = ("train.max_train_steps=1", "validation.prompts=[]", "validation.held_out=0")
+    first = workshop.job(LORA_CASES[0], tmp_path, *short)
+    first.train()
+    folder = first.context.run_dir / "lora"
+    other = folder / "other.safetensors"  # of another run, by its metadata
+    save_file(load_file(folder / "run.safetensors"), other, {"family": "flux1_dev", "seed": "77"})
+    other.with_suffix(".proof.json").write_text("{}")
+    renamed = first.context.run_dir.rename(tmp_path / "renamed")
+    more = (*short, "train.max_train_steps=2", f"output_dir={renamed}")
+    again = workshop.job(LORA_CASES[0], tmp_path, *more)
+    again.train()
+    assert {path.name for path in (renamed / "lora").glob("*.safetensors")} == {
+        "renamed.safetensors", "renamed.comfyui.safetensors", "other.safetensors",
+    }  # fmt: skip
+    assert not (renamed / "lora" / "run.proof.json").exists()
+    assert any("renamed.safetensors replaces run.safetensors" in line for line in again.said)
+
+
 def test_an_untrained_lora_is_no_result(lora_case: Case, workshop: Workshop, tmp_path: Path) -> None:
     context = workshop.job(lora_case, tmp_path).context
     with pytest.raises(DivergedError, match="the trained LoRA is zero") as caught:

@@ -70,9 +70,12 @@ def show(folder: Path, as_csv: bool) -> None:
 
     Metrics are those of validation.metrics, which `trainer score --help` explains.
     """
+    from trainer.files import atomic
     from trainer.telemetry.runs import is_run
 
-    if not is_run(folder):
+    with atomic.reading_told(folder):
+        accepted = is_run(folder)
+    if not accepted:
         remedy = "name the output_dir of one run; `trainer runs list` finds them below a folder"
         raise ConfigError("no run is in this folder", where=str(folder), remedy=remedy)
     (run,) = _read([folder], passing_over=False)

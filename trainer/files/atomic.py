@@ -30,13 +30,18 @@ _REMEDIES: dict[int, str] = {
     errno.EPERM: _REFUSED,
 }
 """Errors of a disk that is not full, those of a wrong path apart -> what to do."""
+_IN_THE_WAY: dict[int, str] = {
+    errno.EISDIR: "a folder stands where this file belongs: move it away, then start again to resume",
+    errno.ENOTDIR: "a file stands where a folder belongs: move it away, then start again to resume",
+}
+"""The same for what somebody else put in the place of what is written."""
 _GIB = 1024**3
 
 
 @contextlib.contextmanager
 def no_space_told(path: Path) -> Iterator[None]:
     """Turn a disk's errors inside the block into StorageError that names `path`: NoSpaceError where it is
-    full or a quota is spent. Other errors keep their type.
+    full or a quota is spent. So are a folder in a file's place and the reverse; other errors keep their type.
     """
     try:
         yield
@@ -48,10 +53,11 @@ def no_space_told(path: Path) -> Iterator[None]:
                 where=str(path),
                 remedy="free space on that disk, or choose another one; files written earlier are untouched",
             ) from error
-        if code not in _REMEDIES:
+        remedy = _REMEDIES.get(code) or _IN_THE_WAY.get(code)
+        if remedy is None:
             raise
         what = f"{os.strerror(code)} while writing it; files written earlier are untouched"
-        raise StorageError(what, where=str(path), remedy=_REMEDIES[code]) from error
+        raise StorageError(what, where=str(path), remedy=remedy) from error
 
 
 @contextlib.contextmanager

@@ -185,7 +185,9 @@ def test_a_full_disk_leaves_earlier_entries(cache: Cache, monkeypatch: pytest.Mo
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "flux1_dev").write_text("a file")
     # below /proc a folder that cannot be made is said not to exist
-    for cache in (Cache(tmp_path, "flux1_dev"), Cache(Path("/proc/nowhere"), "flux1_dev")):
+    (tmp_path / "itself").symlink_to(tmp_path / "itself")
+    folders = (tmp_path, tmp_path / "itself", Path("/proc/nowhere"))
+    for cache in (Cache(folder, "flux1_dev") for folder in folders):
         assert not cache.has("text", KEY)
         with pytest.raises(ConfigError, match=r"data\.cache_dir"):
             cache.write("text", KEY, tensors())

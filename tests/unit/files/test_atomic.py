@@ -60,8 +60,8 @@ def test_a_full_disk_is_told_with_its_exit_code_and_the_old_file_stays(tmp_path:
 def test_other_errors_keep_their_type(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         atomic.write_text(tmp_path / "absent" / "file", "text")
-    with pytest.raises(IsADirectoryError), atomic.no_space_told(tmp_path):
-        os.open(tmp_path, os.O_WRONLY)
+    with pytest.raises(FileExistsError), atomic.no_space_told(tmp_path):
+        tmp_path.mkdir()
 
 
 @pytest.mark.parametrize(
@@ -92,3 +92,14 @@ def test_a_disk_that_fails_or_refuses_is_told_with_file_and_remedy(
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(StorageError, match="while reading it"), atomic.reading_told(path):
         raise OSError(code, os.strerror(code))
+
+
+def test_what_stands_in_the_way_is_told_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(StorageError, match="a folder stands where this file belongs"):
+        atomic.write_text(tmp_path / "folder", "text")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(StorageError, match="a file stands where a folder belongs"):
+        atomic.write_text(tmp_path / "file" / "new", "text")
+    assert (tmp_path / "file").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]

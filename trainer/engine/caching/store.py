@@ -36,7 +36,9 @@ MISSING = "it is gone"
 _OBJECT_BYTES = 2048
 _MOVE = "move it away, or remove it, and start again"
 # in /proc a folder that cannot be made "does not exist"
-_NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT})
+_NOT_WRITABLE = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP}
+)
 
 
 class DamagedEntryError(DataError):
@@ -180,6 +182,8 @@ def _reading(path: Path) -> Iterator[None]:
         try:
             yield
         except OSError as error:
+            if error.errno == errno.ELOOP:  # a link to itself is no folder: `write` tells
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from error
             if error.errno != errno.EIO:
                 raise
             raise DamagedFileError("the disk cannot read it") from error

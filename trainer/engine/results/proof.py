@@ -23,7 +23,7 @@ from trainer.errors import DataError, DivergedError, Problem
 from trainer.families.family import Family
 from trainer.families.values import Shape
 from trainer.files import atomic
-from trainer.files.safetensors import UNREADABLE
+from trainer.files.safetensors import UNREADABLE, HeaderError, read_header
 from trainer.modeling.adapter import lora
 from trainer.modeling.adapter.comfyui import by_module, write_comfyui
 from trainer.modeling.tensor_file import rewrite_sorted
@@ -111,11 +111,40 @@ def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]
         # it belongs to another LoRA from here on
         (folder / path.with_suffix(".comfyui.safetensors").name).unlink(missing_ok=True)
         _move(temporary, folder)
+        _remove_renamed(context, folder, path.name)
         comfyui = write_twin(context, model, temporary)
         _move(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder / path.name, None if comfyui is None else folder / comfyui.name, proof
+
+
+def _remove_renamed(context: Context, folder: Path, name: str) -> None:
+    """Remove the LoRA of fewer steps that this run left here before its folder was renamed: the file `name`
+    replaces it. Files that are not this run's by their metadata stay.
+    """
+    ours = _of_any_step(file_metadata(context))
+    for proof in sorted(folder.glob("*.proof.json")):
+        stem = proof.name.removesuffix(".proof.json")
+        older = folder / f"{stem}.safetensors"
+        if older.name == name or not older.is_file():
+            continue
+        try:
+            theirs = _of_any_step(read_header(older).metadata)
+        except HeaderError:
+            continue
+        if theirs.items() >= ours.items():
+            with atomic.no_space_told(folder):
+                for file in (folder / f"{stem}.comfyui.safetensors", proof, older):
+                    file.unlink(missing_ok=True)
+            context.say(f"{name} replaces {older.name}, which this run left under its folder's earlier name")
+
+
+def _of_any_step(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Metadata of a LoRA's file without what another start of its run may change."""
+    return {
+        key: value for key, value in metadata.items() if key not in ("max_train_steps", "trainer_version")
+    }
 
 
 def _part(context: Context, model: Any) -> None:

@@ -66,11 +66,14 @@ def preview_path(context: Context, step: int) -> Path:
 
 
 def drop_previews_after(context: Context, step: int) -> None:
-    """Remove the previews of steps that this run is going to draw again; of each the row first."""
+    """Remove the previews of steps that this run is going to draw again; of each the row first. Raises
+    StorageError.
+    """
     for path in list((context.run_dir / "samples").glob("step-*")):
         found = pictures.ROW_NAME.fullmatch(path.name)
         if found is not None and int(found[1]) > step:
-            path.with_suffix(".png").unlink(missing_ok=True)
+            with atomic.no_space_told(path):
+                path.with_suffix(".png").unlink(missing_ok=True)
             if path.with_suffix("").is_dir():
                 shutil.rmtree(path.with_suffix(""))
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import AccessError, ConfigError
+from trainer.errors import AccessError, ConfigError, Problem
 from trainer.files.weight_files import State, weight_files
 from trainer.modeling.base import hub
 
@@ -79,10 +81,11 @@ def base_at(folder: Path | None, config: RunConfig, components: Sequence[str], *
     """The state of the base model whose `local_folder` is `folder`. Asks no network.
 
     The one answer for planner, loader, fetch and preflight. Raises AccessError for an index that cannot be
-    read.
+    read, and for folders and files that this user may not read.
     """
     if folder is None:
         return Base(folder=None, missing=(), built=frozenset())
+    require_readable(folder, components)
     built = frozenset[str]()
     if config.model.weights == "random":
         bare = {
@@ -92,6 +95,23 @@ def base_at(folder: Path | None, config: RunConfig, components: Sequence[str], *
         }
         built = frozenset({trained} | bare)
     return Base(folder=folder, missing=tuple(_missing(folder, components, built)), built=built)
+
+
+def require_readable(folder: Path, components: Sequence[str]) -> None:
+    """Raise AccessError for what this user may not read of the components."""
+    closed = _closed(folder) or [path for name in components for path in _closed(folder / name)]
+    if closed:
+        remedy = "let this user read the base model's folders and files, or name another copy of it"
+        problems = [Problem(what="this user may not read it", where=str(path)) for path in closed]
+        raise AccessError([*problems[:-1], dataclasses.replace(problems[-1], remedy=remedy)])
+
+
+def _closed(folder: Path) -> list[Path]:
+    """The folder, or files in it, that are there and may not be read."""
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return [folder] if os.access(folder, os.F_OK) else []
+    files = (file for kind in (*CONFIG_FILES, WEIGHT_FILE) for file in folder.glob(kind))
+    return sorted(file for file in files if os.access(file, os.F_OK) and not os.access(file, os.R_OK))
 
 
 def is_repository(config: RunConfig) -> bool:
