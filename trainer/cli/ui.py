@@ -29,6 +29,12 @@ _FOLDER = GivenPath(file_okay=False)
 @click.option(
     "--allow-host", "allowed", metavar="NAME", multiple=True, help="Another name that it is asked by."
 )
+@click.option(
+    "--published",
+    metavar="ADDRESS",
+    default="",
+    help="Address of its host that a container's port is published on.  [default: that of --host]",
+)
 @click.option("--runs", type=_FOLDER, default="runs", show_default=True, help="Folder below which runs lie.")
 @click.option("--data", type=_FOLDER, default="data", show_default=True, help="Folder of data sets.")
 @click.option("--models", type=_FOLDER, default="models", show_default=True, help="Folder of base models.")
@@ -48,6 +54,7 @@ def ui(
     host: str,
     port: int,
     allowed: tuple[str, ...],
+    published: str,
     runs: Path,
     data: Path,
     models: Path,
@@ -92,7 +99,15 @@ def ui(
     # the link is no output that `say` would clean of secrets: it is made to be copied
     starts = queue and not runs_elsewhere
     _end_with_zero()
-    serve(studio, host=host, port=port, allowed=allowed, queue=starts, tell=click.echo)
+    serve(
+        studio,
+        host=host,
+        port=port,
+        allowed=allowed,
+        queue=starts,
+        published=published,
+        tell=click.echo,
+    )
 
 
 def _end_with_zero() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from html.parser import HTMLParser
 from pathlib import Path
@@ -135,12 +136,32 @@ def test_the_plan_alone_has_the_notes_of_all_fields(client: TestClient) -> None:
 def test_the_file_loads_to_what_was_typed(client: TestClient, tmp_path: Path) -> None:
     answer = client.post("/new/file", data={**FORM, "lora.rank": "8", "output_dir": 'a"b;é'})
     assert answer.headers["content-type"].startswith("application/yaml")
-    assert answer.headers["content-disposition"] == 'attachment; filename="a-b-.yaml"'
+    assert answer.headers["content-disposition"] == (
+        "attachment; filename=\"a-b-.yaml\"; filename*=UTF-8''a%22b%3B%C3%A9.yaml"
+    )
     (tmp_path / "x.yaml").write_text(answer.text)
     defaults = {name: families.get(name).defaults for name in families.names()}
     loaded = load([tmp_path / "x.yaml"], family_defaults=defaults, environ={})
     assert loaded.config.lora.rank == 8
     assert client.post("/new/file", data={**FORM, "lora.rank": "x"}).status_code == 422
+
+
+def test_a_command_has_quotes_where_the_name_of_the_file_needs_them(client: TestClient) -> None:
+    for name, shown in (
+        ("ä 😀 run", "'ä 😀 run.yaml'"),
+        ("cats", "cats.yaml"),
+        ("a'$(x)", "'a'\"'\"'$(x).yaml'"),
+    ):
+        text = client.post("/new", data={**FORM, "output_dir": name}).text
+        assert f"<code>trainer train {shown}</code>" in html.unescape(text)
+
+
+def test_a_problem_names_its_key_once(client: TestClient) -> None:
+    """And says what holds without it: here the file's 240, not the schema's 1500."""
+    text = client.post("/new", data={"start": "quickstart", "train.max_train_steps": "-5"}).text
+    problems = text[text.index('<ul class="problems">') :].partition("</ul>")[0]
+    assert problems.count("train.max_train_steps") == 1
+    assert "leave it out for 240" in problems and "1500" not in problems
 
 
 def test_a_start_is_a_job_of_the_queue_and_a_wrong_one_is_none(client: TestClient, studio: Studio) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from urllib.parse import quote
 
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData
@@ -19,6 +20,7 @@ from trainer.ui.studio import Studio
 from trainer.ui.views.asked import OWN, RUN, Asked, form_of, is_key, starts
 from trainer.ui.views.foreign import Translated, brought
 from trainer.ui.views.new import NewRun, add_to_queue, added, new_run
+from trainer.ui.views.planned import with_one_key
 
 DEPTHS = ("needed", "usual", "all")
 _MOST_CHARACTERS = 1 << 19
@@ -138,8 +140,12 @@ def _file(request: Request, view: NewRun) -> Response:
     """The configuration as a file to keep; the page with its mistakes where it has some."""
     if not view.yaml:
         return _page(request, view, status_code=422)
-    name = re.sub(r"[^A-Za-z0-9_-]+", "-", view.name)
-    headers = {"Content-Disposition": f'attachment; filename="{name}.yaml"'}
+    # the second one for programs that read no UTF-8 in the first
+    name, plain = (
+        quote(view.file_name, safe="", errors="surrogateescape"),
+        re.sub(r"[^A-Za-z0-9_.-]+", "-", view.file_name),
+    )
+    headers = {"Content-Disposition": f"attachment; filename=\"{plain}\"; filename*=UTF-8''{name}"}
     return PlainTextResponse(view.yaml, media_type="application/yaml", headers=headers)
 
 
@@ -148,5 +154,5 @@ def _started(request: Request, view: NewRun) -> Response:
     try:
         job = add_to_queue(view)
     except TrainerError as error:
-        return _page(request, view, status_code=422, start_problems=error.problems)
+        return _page(request, view, status_code=422, start_problems=tuple(map(with_one_key, error.problems)))
     return RedirectResponse(f"/new?added={job}", status_code=303)

@@ -85,6 +85,11 @@ class NewRun:
     """Name of the run's folder; empty where the configuration is wrong."""
 
     @property
+    def file_name(self) -> str:
+        """Name of the file that `yaml` is downloaded as."""
+        return f"{self.name}.yaml"
+
+    @property
     def fields(self) -> Iterator[Shown]:
         """All fields, in the order of the form."""
         return (one for section in self.sections for one in section.fields)
