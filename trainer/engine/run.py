@@ -227,7 +227,7 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
     run.journal.phase(Phase.SAVE)
     with rounds.beside_training(run):
         if before is None:
-            path, comfyui, result = proof.export_lora(context, model)
+            path, comfyui, result = proof.export_lora(context, model, step)
             prove_best(context, model, run.held_out, path)
             _hand_out(context, path)
             files = f"{path}" if comfyui is None else f"{path} (diffusers), {comfyui} (ComfyUI)"

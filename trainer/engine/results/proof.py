@@ -27,6 +27,7 @@ from trainer.files.safetensors import UNREADABLE, HeaderError, read_header
 from trainer.modeling.adapter import lora
 from trainer.modeling.adapter.comfyui import by_module, write_comfyui
 from trainer.modeling.tensor_file import rewrite_sorted
+from trainer.telemetry.run_folder.results import PROOF_SUFFIX
 
 TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
 """Largest relative difference between the trained model and the one loaded from the file."""
@@ -83,11 +84,12 @@ def relative_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tens
     return float(torch.stack(differences).max().item())
 
 
-def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]:
+def export_lora(context: Context, model: Any, step: int) -> tuple[Path, Path | None, Proof]:
     """Write the LoRA into `lora/` through the family's pipeline, proved first, then its ComfyUI twin if any.
 
     Layers that compute together are parted before. Files of an earlier run stay until the new ones are
-    proved; what is proved stays whatever becomes of its twin. Raises DivergedError for an adapter that is not
+    proved; what is proved stays whatever becomes of its twin. The proof's file has the figures and the `step`
+    that the adapter is of. Raises DivergedError for an adapter that is not
     finite or is zero, as `prove_lora`, and StorageError.
     """
     _part(context, model)
@@ -106,8 +108,8 @@ def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]
             folder.mkdir(exist_ok=True)
         path = write_lora(context, model, temporary)
         proof = prove_lora(context, model, path)
-        figures = json.dumps(asdict(proof), indent=1, sort_keys=True) + "\n"
-        atomic.write_text(path.with_suffix(".proof.json"), figures)
+        figures = json.dumps({**asdict(proof), "step": step}, indent=1, sort_keys=True) + "\n"
+        atomic.write_text(path.with_suffix(PROOF_SUFFIX), figures)
         # it belongs to another LoRA from here on
         (folder / path.with_suffix(".comfyui.safetensors").name).unlink(missing_ok=True)
         _move(temporary, folder)
