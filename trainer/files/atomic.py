@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -80,8 +80,9 @@ def writing(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     With `sync` the bytes and the name are on the disk before this returns; without it only other processes
     are sure to see a whole file, which is enough for status files. Raises StorageError.
     """
-    # Process and thread in the name: two writers of one path must not share a temporary file.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
+    # Two writers of one path must not share a temporary file: numbers of processes and threads are equal in
+    # two containers that share a folder.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     with no_space_told(path):
         try:
             with temporary.open("wb") as file:

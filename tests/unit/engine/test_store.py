@@ -15,7 +15,7 @@ import torch
 
 from trainer.data.entry_file import DamagedFileError, read_header, write_safetensors
 from trainer.engine.caching.store import Cache, DamagedEntryError, entry_key, prune
-from trainer.errors import ConfigError, ExitCode, NoSpaceError
+from trainer.errors import ConfigError, ExitCode, NoSpaceError, StorageError
 
 KEY = entry_key("text", {"caption": "a cat"})
 
@@ -191,6 +191,18 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         assert not cache.has("text", KEY)
         with pytest.raises(ConfigError, match=r"data\.cache_dir"):
             cache.write("text", KEY, tensors())
+
+
+def test_a_temporary_file_that_is_removed_meanwhile_is_not_told_as_a_folder_that_refuses(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def removed(descriptor: int) -> None:
+        for path in cache.directory.rglob("*.tmp"):
+            path.unlink()
+
+    monkeypatch.setattr(os, "fsync", removed)
+    with pytest.raises(StorageError, match="was removed while it was written"):
+        cache.write("text", KEY, tensors())
 
 
 def test_a_folder_in_an_entrys_place_is_told(cache: Cache) -> None:

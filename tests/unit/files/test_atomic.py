@@ -33,6 +33,19 @@ def test_the_old_content_stays_until_the_block_ends_and_when_it_fails(tmp_path: 
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_two_containers_do_not_share_a_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of processes and threads are equal in two PID namespaces."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    monkeypatch.setattr("threading.get_native_id", lambda: 7)
+    path = tmp_path / "file"
+    with atomic.writing(path) as first:
+        first.write(b"first")
+        atomic.write_text(path, "second")
+    assert path.read_text() == "first"
+
+
 def test_new_files_have_the_usual_mode(tmp_path: Path) -> None:
     usual = tmp_path / "usual"
     usual.touch()

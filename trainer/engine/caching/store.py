@@ -35,6 +35,7 @@ MISSING = "it is gone"
 # Python's own objects for one entry of two tensors
 _OBJECT_BYTES = 2048
 _MOVE = "move it away, or remove it, and start again"
+_LEAVE_ALONE = "leave the cache folder alone while a run writes there, and start again"
 # in /proc a folder that cannot be made "does not exist"
 _NOT_WRITABLE = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP}
@@ -151,6 +152,9 @@ class Cache:
         except (OSError, StorageError) as error:
             cause = error.__cause__ if isinstance(error, StorageError) else error
             code = cause.errno if isinstance(cause, OSError) else None
+            if code == errno.ENOENT and path.parent.is_dir():
+                what = "the temporary file of this cache entry was removed while it was written"
+                raise StorageError(what, where=str(path), remedy=_LEAVE_ALONE) from error
             if code == errno.EISDIR:
                 raise ConfigError(
                     "a folder stands where this entry of the cache belongs", where=str(path), remedy=_MOVE
