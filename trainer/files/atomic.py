@@ -107,21 +107,40 @@ def write_text(path: Path, text: str, *, sync: bool = True) -> None:
 def whole_folder(target: Path) -> Iterator[Path]:
     """Give an empty folder that takes the place of `target` when the block ends, and vanishes when it raises.
 
-    Raises StorageError.
+    The older folder is kept aside until the new one is in its place: one that an interrupted call left aside
+    comes back first. Raises StorageError.
     """
     temporary = target.with_name(f"{target.name}.tmp")
+    # hidden: nobody's own copy, and nothing that a reader of `target`'s folder takes for a result
+    aside = target.with_name(f".{target.name}.old")
     shutil.rmtree(temporary, ignore_errors=True)
+    with no_space_told(target):
+        _put_back(aside, target)
     try:
         with no_space_told(target):
             temporary.mkdir(parents=True)
         yield temporary
         with no_space_told(target):
-            if target.exists():
-                shutil.rmtree(target)
+            if target.is_dir():
+                target.rename(aside)
             temporary.replace(target)
             sync_directory(target.parent)
+            if aside.is_dir():
+                shutil.rmtree(aside)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if aside.is_dir() and not target.exists():
+            aside.rename(target)
+
+
+def _put_back(aside: Path, target: Path) -> None:
+    """Give the folder that was kept aside its name again, or remove it where `target` was replaced whole."""
+    if not aside.is_dir():
+        return
+    if target.exists():
+        shutil.rmtree(aside)
+    else:
+        aside.rename(target)
 
 
 def unused_name(path: Path) -> Path:

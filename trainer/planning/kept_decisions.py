@@ -26,7 +26,7 @@ def continued(loaded: Loaded) -> Loaded:
     """
     config = loaded.config
     path = config.output_dir / PLAN_FILE
-    if config.checkpoint.resume_from_checkpoint != "auto" or not going_on(config) or not path.is_file():
+    if config.checkpoint.resume_from_checkpoint == "never" or not going_on(config) or not path.is_file():
         return loaded
     began, kept, train, features = _read(path), dict[str, Any](), config.train, config.features
     size, steps = began.get("micro_batch_size", 0), began.get("accumulation_steps", 0)

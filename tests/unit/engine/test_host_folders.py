@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from tests.ranks import Workers
 from trainer.engine.hosts import folders
 from trainer.engine.ranks import Ranks
+from trainer.errors import StorageError
 from trainer.files import atomic
 
 NAME = "checkpoints/step-000005"
@@ -60,6 +63,35 @@ def test_shared_and_own_folders_are_told_apart(run: bool, cache: bool, pool: Wor
     first, second = pool.call(look, 2, tmp_path, run, cache)
     assert (first[0], second[0]) == (True, run)
     assert (first[1], second[1]) == (((0, 1), (0, 1)) if cache else ((0,), (1,)))
+
+
+def look_read_only(ranks: Ranks, root: Path, closed: tuple[int, ...], run: bool) -> Any:
+    """As `look`, where caches take no files on the hosts `closed`; with `run` the run's folder neither."""
+    cache_dir, run_dir, touch = root / "cache", root / "run", Path.touch
+    cache_dir.mkdir(exist_ok=True)
+
+    def refused(path: Path) -> None:
+        if ranks.rank in closed and (run or path.parent == cache_dir):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        touch(path)
+
+    Path.touch = refused  # type: ignore[assignment,method-assign]
+    try:
+        if run:
+            with pytest.raises(StorageError, match="while writing it"):
+                folders._which_see(dataclasses.replace(ranks, hosts=ranks.size), run_dir)
+            return None
+        return folders.found(context_of(ranks, run_dir, cache_dir)).cache_ranks
+    finally:
+        Path.touch = touch  # type: ignore[method-assign]
+
+
+def test_a_cache_that_takes_no_files_is_the_hosts_own(pool: Workers, tmp_path: Path) -> None:
+    """A complete one is only read: two hosts were refused, though nothing has to be written."""
+    assert pool.call(look_read_only, 2, tmp_path, (0, 1), False) == [(0,), (1,)]
+    assert pool.call(look_read_only, 2, tmp_path, (1,), False) == [(0, 1), (0, 1)]
+    assert (tmp_path / "cache").is_dir()
+    pool.call(look_read_only, 2, tmp_path, (0, 1), True)
 
 
 def hand(ranks: Ranks, root: Path, file: str, there: bytes | None) -> tuple[str, dict[str, bytes]]:

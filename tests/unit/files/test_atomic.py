@@ -116,3 +116,56 @@ def test_what_stands_in_the_way_is_told_and_stays(tmp_path: Path) -> None:
         atomic.write_text(tmp_path / "file" / "new", "text")
     assert (tmp_path / "file").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def fill(target: Path, text: str) -> None:
+    with atomic.whole_folder(target) as folder:
+        (folder / "file").write_text(text)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_new_folder_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    for text in ("old", "new"):
+        fill(tmp_path / "model", text)
+    assert (tmp_path / "model" / "file").read_text() == "new"
+    assert names(tmp_path) == ["model"]
+
+
+def test_the_old_folder_is_kept_until_the_new_one_is_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "model"
+    fill(target, "old")
+
+    def refused(path: Path, target: Path) -> None:
+        assert any((one / "file").read_text() == "old" for one in tmp_path.iterdir() if one != path)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "replace", refused)
+    with pytest.raises(StorageError, match="while writing it"):
+        fill(target, "new")
+    assert (target / "file").read_text() == "old"
+    assert names(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_folder_that_an_interrupted_call_left_aside_comes_back(tmp_path: Path, replaced: bool) -> None:
+    target, aside = tmp_path / "model", tmp_path / ".model.old"
+    fill(target, "old")
+    target.rename(aside)
+    if replaced:
+        fill(tmp_path / "other", "new")
+        (tmp_path / "other").rename(target)
+    with pytest.raises(RuntimeError), atomic.whole_folder(target):
+        raise RuntimeError
+    assert (target / "file").read_text() == ("new" if replaced else "old")
+    assert names(tmp_path) == ["model"]
+
+
+def test_a_folder_that_a_user_calls_old_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "model.old").mkdir()
+    fill(tmp_path / "model", "new")
+    assert names(tmp_path) == ["model", "model.old"]

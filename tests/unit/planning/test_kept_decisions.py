@@ -49,6 +49,14 @@ def test_decisions_of_the_first_start_stay(load: Load, tmp_path: Path) -> None:
     assert found.config.features.attention == "auto"
 
 
+def test_they_stay_where_the_checkpoint_that_the_run_began_from_is_still_named(
+    load: Load, tmp_path: Path
+) -> None:
+    begin(tmp_path)
+    named = load(f"checkpoint.resume_from_checkpoint={tmp_path / 'elsewhere/step-000004'}")
+    assert continued(named).config.features.weights == "fp8"
+
+
 def test_a_run_in_fp16_goes_on(load: Load, tmp_path: Path) -> None:
     """Weights in fp16 follow from the type; as a setting of their own no process would take them."""
     begin(tmp_path, BEGAN | {"dtype": "fp16", "weights": "fp16"})
