@@ -256,7 +256,7 @@ def test_deleting_moves_to_the_trash_and_back(client: TestClient, studio: Studio
 def test_a_trash_without_a_choice_is_told_on_the_page_that_it_was_asked_on(
     client: TestClient, studio: Studio
 ) -> None:
-    place = make(studio, a="a cat", b="a bee")
+    place = make(studio, a="a dog", b="a bee")
     looked(place)
     page = f"/data/{place.id}?show=all&search=bee&page=1"
     assert "No picture is selected" not in client.get(page).text
@@ -265,7 +265,7 @@ def test_a_trash_without_a_choice_is_told_on_the_page_that_it_was_asked_on(
     answer = client.post(f"/data/{place.id}/delete", data=shown)
     assert answer.status_code == 303 and len(tree(place.folder)) == 4
     text = client.get(answer.headers["location"]).text
-    assert "No picture is selected" in text and "a bee" in text and "a cat" not in text
+    assert "No picture is selected" in text and "a bee" in text and "a dog" not in text
 
 
 def test_a_badge_says_what_it_means(client: TestClient, studio: Studio) -> None:
