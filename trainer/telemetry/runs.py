@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.reading import strict_yaml
+from trainer.config.reading.paths import differences
 from trainer.config.tree import leaves
 from trainer.errors import ConfigError, DataError, ExitCode
 from trainer.files import atomic
@@ -120,6 +121,25 @@ def labels(runs: Sequence[Run]) -> list[str]:
     names = [run.folder.resolve().name for run in runs]
     alone = len(set(names)) == len(names)
     return names if alone else [str(run.folder) for run in runs]
+
+
+def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Dotted keys in which the runs' configurations differ -> the text of each, as `paths.differences`; an
+    `auto` for which a run's plan decided what another has does not differ from that.
+    """
+    folders = [run.working_folder for run in runs]
+    decided = differences([_decided(run) for run in runs], folders)
+    written = differences([run.config for run in runs], folders)
+    return {key: texts for key, texts in written.items() if key in decided}
+
+
+def _decided(run: Run) -> dict[str, str]:
+    """The configuration of a run, with its plan's decision in place of each `auto` that has one."""
+    chosen = {} if run.plan is None else {row.feature: row.value for row in run.plan.decisions}
+    return {
+        key: chosen.get(key.rpartition(".")[2], text) if text == "auto" else text
+        for key, text in run.config.items()
+    }
 
 
 def find_runs(folder: Path, tell: Callable[[str], None], *, nested: bool = False) -> list[Path]:
