@@ -59,11 +59,9 @@ class Entry:
 
     @property
     def _draws(self) -> str:
-        return (
-            ""
-            if self.pictures is None
-            else f"makes {self.pictures} {'sample' if self.pictures == 1 else 'samples'}"
-        )
+        if self.pictures is None:
+            return ""
+        return f"makes {self.pictures} {'sample' if self.pictures == 1 else 'samples'}"
 
     @property
     def _rest(self) -> str:

@@ -345,7 +345,7 @@ def test_a_run_that_cannot_be_started_fails_and_says_why(real: Local, tmp_path: 
 def test_a_job_whose_files_are_damaged_fails_and_keeps_no_other_from_its_turn(
     real: Local, tmp_path: Path
 ) -> None:
-    """As a power cut may leave them."""
+    """A power cut may leave them so."""
     real.submit([wanted("damaged", (CPU,)), wanted("cats", (CPU,), working_folder=tmp_path)])
     (jobfiles.job_folder(real.folder, 1) / jobfiles.PICTURES_FILE).write_bytes(b"")
     assert "no number of pictures" in overview(real)[0].note
