@@ -36,6 +36,7 @@ _IN_THE_WAY: dict[int, str] = {
 }
 """The same for what somebody else put in the place of what is written."""
 _GIB = 1024**3
+_PIECE_BYTES = 1 << 24
 
 
 @contextlib.contextmanager
@@ -71,6 +72,21 @@ def reading_told(path: Path) -> Iterator[None]:
             raise
         remedy = "let this user read it" if _REMEDIES[code] is _REFUSED else _REMEDIES[code]
         raise StorageError(f"{os.strerror(code)} while reading it", where=str(path), remedy=remedy) from error
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy the bytes of `source`, or of what it links to, to `target`. Raises StorageError that names the
+    file which its disk did not give or take.
+    """
+    with reading_told(source):
+        file = source.open("rb")
+    with file, no_space_told(target), target.open("wb") as copy:
+        while True:
+            with reading_told(source):
+                piece = file.read(_PIECE_BYTES)
+            if not piece:
+                return
+            copy.write(piece)
 
 
 @contextlib.contextmanager

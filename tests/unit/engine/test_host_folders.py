@@ -66,7 +66,9 @@ def test_shared_and_own_folders_are_told_apart(run: bool, cache: bool, pool: Wor
 
 
 def look_read_only(ranks: Ranks, root: Path, closed: tuple[int, ...], run: bool) -> Any:
-    """As `look`, where caches take no files on the hosts `closed`; with `run` the run's folder neither."""
+    """Cache ranks as `look` gives them, where caches take no files on the hosts `closed`; with `run` the
+    run's folder takes none either.
+    """
     cache_dir, run_dir, touch = root / "cache", root / "run", Path.touch
     cache_dir.mkdir(exist_ok=True)
 

@@ -169,3 +169,20 @@ def test_a_folder_that_a_user_calls_old_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "model.old").mkdir()
     fill(tmp_path / "model", "new")
     assert names(tmp_path) == ["model", "model.old"]
+
+
+UNREADABLE = Path("/proc/self/mem")
+"""A file whose first byte cannot be read: EIO."""
+
+
+def test_a_copy_names_the_file_whose_disk_failed(tmp_path: Path) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.write_bytes(b"bytes" * 1000)
+    atomic.copy_file(source, copy)
+    assert copy.read_bytes() == source.read_bytes()
+    with pytest.raises(StorageError, match="while reading it") as caught:
+        atomic.copy_file(UNREADABLE, copy)
+    assert caught.value.problems[0].where == str(UNREADABLE)
+    with pytest.raises(NoSpaceError, match="while writing it") as caught:
+        atomic.copy_file(source, Path("/dev/full"))
+    assert caught.value.problems[0].where == "/dev/full"

@@ -21,6 +21,8 @@ CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 WEIGHT_FILE = "*.safetensors"
 # components that read text, and the files one of which has the words
 _READERS = ("tokenizer", "processor")
+# components without weights, each with a config of its own name
+_SUPPORT = (*_READERS, "scheduler")
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model")
 _PICKLED_FILES = ("*.bin", "*.pt", "*.ckpt", "*.msgpack")
 
@@ -135,7 +137,6 @@ def _missing(folder: Path, components: Sequence[str], built: Collection[str]) ->
     found: list[tuple[Path, str]] = []
     for component in components:
         path = folder / component
-        # tokenizers and schedulers, which have no weights, have a config of another name
         has_weights = (path / "config.json").exists()
         # a link whose blob is not there does not exist
         dead = [file for file in component_texts(path) if not file.exists()]
@@ -143,10 +144,8 @@ def _missing(folder: Path, components: Sequence[str], built: Collection[str]) ->
             found.append((path, f"the base model has no component {component!r}"))
         elif dead:
             found.append((dead[0], "a link to a file that is gone"))
-        elif not is_configured(path):
-            found.append((path, "no config file"))
-        elif not component and not has_weights:
-            found.append((path, "no config.json"))  # a tokenizer that was fetched by itself
+        elif not is_configured(folder, component):
+            found.append((path, "no config file" if component.startswith(_SUPPORT) else "no config.json"))
         # without its words transformers opens a tokenizer all the same, and it knows none
         elif component.startswith(_READERS) and not any(
             file.exists() for kind in _VOCABULARIES for file in path.glob(kind)
@@ -158,9 +157,12 @@ def _missing(folder: Path, components: Sequence[str], built: Collection[str]) ->
     return found
 
 
-def is_configured(path: Path) -> bool:
-    """Whether a component's folder holds its config."""
-    return any(file.exists() for file in path.glob("*config.json"))
+def is_configured(folder: Path, component: str) -> bool:
+    """Whether a component of the base in `folder` has its config: one with weights is built from config.json,
+    and may have others beside it, of generation or of a tokenizer.
+    """
+    name = "*config.json" if component.startswith(_SUPPORT) else "config.json"
+    return any(file.exists() for file in (folder / component).glob(name))
 
 
 def component_texts(path: Path) -> list[Path]:
