@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from transformers import (
 from trainer import families
 from trainer.errors import AccessError
 from trainer.modeling.base.load import build_structure, fill_structure, load_component
-from trainer.modeling.base.source import ModelSource
+from trainer.modeling.base.source import ModelSource, fingerprint
 from trainer.modeling.base.structure import Structure
 from trainer.modeling.storage.quantize import count_quantized
 from trainer.planning.shapes.geometry import fp32_parameters, linear_weights, quantized_linears
@@ -155,6 +156,26 @@ def test_streaming_gives_what_the_library_loads(
     assert {name: value.dtype for name, value in found.items()} == {
         name: value.dtype for name, value in expected.items()
     }
+
+
+def test_files_beside_each_other_are_read_as_the_library_reads_them(
+    encoder: Callable[[Any], ModelSource],
+) -> None:
+    """Shards with an index, and other values in one file: which are loaded is not up to the storage."""
+    base = encoder(T5EncoderModel)
+    folder = base.folder / "text_encoder"
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    shard = "model-00001-of-00001.safetensors"
+    save_file({name: 2 * value for name, value in tensors.items()}, folder / shard, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    plain, stored = (load(T5EncoderModel, base, weights) for weights in (None, "int8"))
+    assert torch.equal(plain.shared.weight, tensors["shared.weight"])
+    assert torch.equal(stored.shared.weight, plain.shared.weight)
+    before = fingerprint(base.folder, ["text_encoder"], ())
+    save_file({name: 3 * value for name, value in tensors.items()}, path, {"format": "pt"})
+    assert fingerprint(base.folder, ["text_encoder"], ()) != before
 
 
 @pytest.mark.parametrize("random", [frozenset(), frozenset({"text_encoder"})], ids=["files", "random"])
