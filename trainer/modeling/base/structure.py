@@ -100,13 +100,15 @@ class Structure:
 
 
 def built(component_class: Any, folder: Path) -> torch.nn.Module:
-    """The component as its config.json says, on torch's current default device."""
+    """The component as its config.json says, on torch's current default device, without attention dropout."""
     import transformers
 
     if not issubclass(component_class, transformers.PreTrainedModel):
         module: torch.nn.Module = component_class.from_config(component_class.load_config(folder))
         return module
-    model: Any = component_class(component_class.config_class.from_pretrained(folder))
+    # its masks would be other ones in a step that is done again, and where a block is recomputed
+    config = component_class.config_class.from_pretrained(folder, attention_dropout=0.0)
+    model: Any = component_class(config)
     if (folder / "generation_config.json").is_file():
         # where its answers end
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
