@@ -64,7 +64,7 @@ def check_base(family: Family, loaded: Loaded, folder: Path) -> tuple[str, ...]:
     if problems:
         raise AccessError(problems)
     _require_window(family, loaded, folder)
-    return warnings
+    return (*warnings, *_without_dropout(family, folder))
 
 
 def require_trained(family: Family, folder: Path, where: str) -> None:
@@ -135,6 +135,14 @@ def _require_window(family: Family, loaded: Loaded, folder: Path) -> None:
             where=loaded.sources.get(key, key),
             remedy=f"write {key}: {window} or less, or name a base without a sliding window",
         )
+
+
+def _without_dropout(family: Family, folder: Path) -> Iterator[str]:
+    """A warning where the base's config asks for attention dropout, which no base is trained with."""
+    path = folder / family.trained_component / "config.json"
+    rate = read_config(path).get("attention_dropout") if path.is_file() else None
+    if rate:
+        yield f"the base is trained without the attention_dropout of {rate} that {path} asks for"
 
 
 def _pipeline(said: Mapping[str, Any]) -> str:

@@ -126,7 +126,8 @@ def _missing_shard(folder: Path) -> None:
 
 
 def _broken_index(folder: Path) -> None:
-    (folder / "transformer/model.safetensors.index.json").write_text('{"weight_map": ')
+    index = folder / "transformer/diffusion_pytorch_model.safetensors.index.json"
+    index.write_text('{"weight_map": ')
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def _broken_index(folder: Path) -> None:
         (_no_weights, "my-base/vae: no .safetensors file"),
         (_pickled, "pickled weights are never loaded, convert them to safetensors"),
         (_missing_shard, "1 of 2 weight files are missing, first model-00002-of-00002.safetensors"),
-        (_broken_index, "model.safetensors.index.json: the index of the weight files cannot be read"),
+        (_broken_index, "pytorch_model.safetensors.index.json: the index of the weight files cannot be read"),
     ],
 )
 def test_an_incomplete_folder_has_no_access(

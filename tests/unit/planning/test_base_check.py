@@ -357,6 +357,17 @@ def test_a_window_shorter_than_a_conversation_is_refused(
     assert f"write data.max_sequence_length: {window} or less" in problem.remedy
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_attention_dropout_that_a_base_asks_for_is_told(
+    tiny_base: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    base = Path(shutil.copytree(tiny_base(family), tmp_path / "base"))
+    assert not [one for one in plan(base, family).warnings if "dropout" in one]
+    edited("config.json", attention_dropout=0.1)(base)
+    (told,) = (one for one in plan(base, family).warnings if "dropout" in one)
+    assert told.startswith("the base is trained without the attention_dropout of 0.1 that ")
+
+
 @pytest.mark.parametrize(
     ("base", "family"), [("flux1_kontext", "flux1_dev"), ("qwen_image_edit", "qwen_image")]
 )

@@ -26,6 +26,7 @@ from trainer.files import atomic
 from trainer.files.safetensors import UNREADABLE, HeaderError, read_header
 from trainer.modeling.adapter import lora
 from trainer.modeling.adapter.comfyui import by_module, write_comfyui
+from trainer.modeling.adapter.peft_config import PEFT_PREFIX, config_beside
 from trainer.modeling.tensor_file import rewrite_sorted
 from trainer.telemetry.run_folder.results import PROOF_SUFFIX
 
@@ -303,7 +304,7 @@ def _grows(name: str) -> list[str]:
 
 def check_file(path: Path) -> int:
     """Number of adapted layers; needs no model. Raises DataError naming every tensor that is not finite or
-    zero.
+    zero, and for a damaged configuration beside it, AccessError where that is missing.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -323,4 +324,6 @@ def check_file(path: Path) -> int:
         faults.append(f"every {next(iter(ups.values()))[1:]} is zero: the adapter changes nothing")
     if faults:
         raise DataError([Problem(what=fault, where=str(path)) for fault in faults])
+    if any(name.startswith(PEFT_PREFIX) for name in tensors):
+        config_beside(path)
     return len(ups)
