@@ -41,6 +41,7 @@ _ANSWERS = dict.fromkeys(("do_sample", "use_cache", "output_hidden_states", "out
 _BUILT = re.compile(r"(layers|blocks|depth)$|^layers_per_block$")
 _MOST_BUILT = 10_000
 _SIZES = re.compile(r"(size|dim|heads|channels)$")
+_EPSILON = re.compile(r"(^|_)(eps|epsilon)$")
 # numbers that published bases leave out, or say as null
 _OPTIONAL = {"head_dim": 64, "sliding_window": 4096}
 # where the name of a model ends in the name of one of transformers' classes
@@ -241,7 +242,7 @@ def _bad_values(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[
             continue
         if value is None:
             # diffusers writes every value; a null of transformers is refused by `[]` where it is a fault
-            if key in theirs and ("_class_name" in ours or key.endswith("eps")):
+            if key in theirs and ("_class_name" in ours or _EPSILON.search(key)):
                 yield f"{key} is null, and {our!r:.80} in the family's own base"
         elif isinstance(our, dict) and isinstance(value, dict):
             yield from (f"{key}.{what}" for what in _bad_values(value, our))
@@ -263,7 +264,7 @@ def _bad_positions(theirs: Mapping[str, Any]) -> Iterator[str]:
         if name == "rope_parameters" and rope.get("rope_theta", theirs.get("rope_theta")) is None:
             yield "rope_parameters does not say rope_theta"
         theta = rope.get("rope_theta", 1.0)
-        if not (_is_number(theta) and theta > 0):
+        if not (_is_number(theta) and 0 < theta < math.inf):
             yield f"{name}.rope_theta is {theta!r:.80}, and a number above 0 is needed"
         factor, parts = rope.get("factor", 1.0), rope.get("mrope_section")
         if not (_is_number(factor) and factor > 0):
@@ -302,6 +303,8 @@ def _needed(key: str, value: object, our: object) -> str:
         return "cannot be negative"
     if value == 0 and our > 0 and _SIZES.search(key):
         return "a size cannot be 0"
+    if _EPSILON.search(key) and value >= 1:
+        return "a norm's epsilon is small"
     if value > _MOST_BUILT and _BUILT.search(key):
         return f"no model has more than {_MOST_BUILT:,} of them"
     return ""

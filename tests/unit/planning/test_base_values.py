@@ -37,6 +37,7 @@ SCHEDULER = "scheduler/scheduler_config.json"
         ("text_encoder/config.json", {"num_attention_heads": "GONE"}, "it does not say num_attention_heads"),
         ("text_encoder/config.json", {"return_dict": False}, "return_dict is False, and its outputs"),
         ("vae/config.json", {"block_out_channels": []}, "block_out_channels is [], and a list with values"),
+        ("text_encoder/config.json", {"layer_norm_eps": 1e30}, "is 1e+30, and a norm's epsilon is small"),
         ("text_encoder/config.json", {"layer_norm_eps": None}, "layer_norm_eps is null, and 1e-05 in the"),
         ("text_encoder/config.json", {"eos_token_id": None}, "eos_token_id is None, and numbers of tokens"),
         ("text_encoder_2/config.json", {"num_heads": "GONE"}, "text_encoder_2: it does not say num_heads"),
@@ -183,3 +184,12 @@ def test_a_last_token_that_the_model_does_not_know_is_told(
     edited("tokenizer_config.json", eos_token="nope")(base)
     with pytest.raises(AccessError, match=r"it gives the token \d+, and the model knows \d+"):
         check(base, "mistral")
+
+
+def test_a_token_for_padding_that_the_encoder_does_not_know_is_told(
+    tiny_flux1_dev: Path, tmp_path: Path
+) -> None:
+    base = Path(shutil.copytree(tiny_flux1_dev, tmp_path / "base"))
+    edited("tokenizer/tokenizer_config.json", pad_token="nope")(base)
+    with pytest.raises(AccessError, match=r"tokenizer: it gives the token \d+, and text_encoder knows \d+"):
+        check(base)

@@ -180,8 +180,9 @@ def _tokenizer(family: Family, source: ModelSource, name: str) -> Iterator[str]:
         if reader.get_vocab().keys() - special:
             ids = list(reader(_WORDS).input_ids)
             text = reader.decode([one for one in ids if reader.convert_ids_to_tokens(one) not in special])
-            # a name that the vocabulary lacks becomes a token behind its last one
-            ids += [one for one in (reader.bos_token_id, reader.eos_token_id) if one is not None]
+            # a name that the vocabulary lacks becomes a token behind its last one; only encoders pad
+            named = (reader.bos_token_id, reader.eos_token_id, reader.pad_token_id if name else None)
+            ids += [one for one in named if one is not None]
     if refusal.error is not None:
         yield f"{class_name} cannot be opened ({_line(refusal.error)})"
         return
