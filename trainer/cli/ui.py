@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -72,17 +73,9 @@ def ui(
     No other address is ever asked. Runs are processes of their own, and outlive the studio; jobs that wait in
     the queue are started for as long as it is open (queue.log in its folder says which).
     """
-    try:
-        from trainer.ui.serve import serve
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _PACKAGES:
-            raise
-        from trainer.words import extras
-
-        what = f"the package {package} is not installed"
-        raise ConfigError(what, where="trainer ui", remedy=extras.remedy("ui")) from error
+    _require_packages()
     from trainer.config import environment
+    from trainer.ui.serve import serve
     from trainer.ui.studio import Studio
 
     # as a job's run folder, with which they are compared
@@ -108,6 +101,20 @@ def ui(
         published=published,
         tell=click.echo,
     )
+
+
+def _require_packages() -> None:
+    """Raise ConfigError where the extra `ui` is not installed."""
+    try:
+        importlib.import_module("trainer.ui.serve")
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _PACKAGES:
+            raise
+        from trainer.words import extras
+
+        what = f"the package {package} is not installed"
+        raise ConfigError(what, where="trainer ui", remedy=extras.remedy("ui")) from error
 
 
 def _end_with_zero() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from trainer.config import environment, launchers
 from trainer.config.interpreter import python
-from trainer.errors import ConfigError, ExitCode, StorageError
+from trainer.errors import ConfigError, StorageError
 from trainer.files import atomic
 from trainer.machine.idle import VISIBLE
 from trainer.machine.occupancy import GpuUse, gpu_uses, visible
@@ -315,7 +315,7 @@ class Local:
         try:
             draws = jobfiles.pictures(folder) is not None
         except StorageError as error:
-            self._fail(start, error)
+            jobfiles.fail(folder, start.job.start, error)
             return
         command = (*self.drawing, config, f"--try={start.job.run}") if draws else (*self.command, config)
         jobfiles.write_began(folder, start.job.start)
@@ -335,15 +335,6 @@ class Local:
             jobfiles.withdraw_began(folder)
             raise
         self.children.append(child)
-
-    def _fail(self, start: Start, error: StorageError) -> None:
-        """Record that a start was made and ended at once with BAD_CONFIG, with the error as its output."""
-        folder = jobfiles.job_folder(self.folder, start.job.id)
-        output = folder / jobfiles.OUTPUT_FILE
-        with atomic.no_space_told(output), output.open("a") as file:
-            file.write(f"queue: the job cannot be started: {error}\n")
-        jobfiles.write_began(folder, start.job.start)
-        jobfiles.write_exit(folder, start.job.start, ExitCode.BAD_CONFIG)
 
     def environment_of(self, start: Start) -> dict[str, str]:
         """The environment of a run: this process's, without what would change its configuration."""
