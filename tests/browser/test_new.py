@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect
 
-from tests.browser.conftest import FACTS, ROOT, Running, Watched, logged_in
+from tests.browser.conftest import FACTS, ROOT, Full, Running, Watched, logged_in
+from tests.unit.ui import made
 
 pytestmark = pytest.mark.browser
 NewContext = Callable[..., BrowserContext]
@@ -56,6 +58,87 @@ def test_a_wrong_value_marks_its_field_and_is_announced(studio: Running, new_con
     expect(rank).not_to_have_attribute("aria-invalid", "true")
     expect(page.locator("#live")).to_contain_text("GiB")
     expect(page.locator("[data-field='lora.rank'] .origin")).to_have_text("you")
+
+
+def test_a_broken_number_is_told_at_its_field_and_neither_planned_nor_sent(
+    studio: Running, new_context: NewContext
+) -> None:
+    page = opened(new_context, studio)
+    steps, field = (
+        page.locator("[name='train.max_train_steps']"),
+        page.locator("[data-field='train.max_train_steps']"),
+    )
+    steps.fill("77")
+    expect(page.locator("#plan .figures")).to_contain_text("77 steps")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    steps.press("End")
+    steps.press_sequentially("e")
+    expect(field.locator(".wrong-text")).to_contain_text("no number")
+    expect(steps).to_have_attribute("aria-invalid", "true")
+    expect(page.locator("#live")).to_contain_text("no number")
+    page.locator("[name='lora.rank']").fill("8")
+    for name in ("Download the YAML", "Plan it again", "to the queue"):
+        page.get_by_role("button", name=name).click()
+        expect(steps).to_be_focused()
+    page.locator("#start").select_option("qwen3_lora")
+    page.wait_for_timeout(300)
+    assert not asked and "/new?start=flux1_dev_lora" in page.url
+    expect(page.locator("#new")).to_have_class("failed")
+    steps.press("End")
+    steps.press("Backspace")
+    expect(field.locator(".wrong-text")).to_have_text("")
+    expect(steps).not_to_have_attribute("aria-invalid", "true")
+    expect(page.locator("#plan .figures")).to_contain_text("77 steps")
+    expect(page.locator(".tab.yaml pre")).to_contain_text("rank: 8")
+    expect(page.locator("#new")).to_have_class("")
+
+
+LUMINANCE = """(one) => {
+  const box = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+  box.fillStyle = getComputedStyle(one).fill;
+  box.fillRect(0, 0, 1, 1);
+  const linear = (share) => share <= .04045 ? share / 12.92 : ((share + .055) / 1.055) ** 2.4;
+  const [red, green, blue] = [...box.getImageData(0, 0, 1, 1).data].map((value) => linear(value / 255));
+  return .2126 * red + .7152 * green + .0722 * blue;
+}"""
+"""Relative luminance of an element's fill, as WCAG defines it."""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_parts_of_the_memory_bar_are_told_apart_without_their_hue(
+    studio: Running, new_context: NewContext, scheme: str
+) -> None:
+    page = logged_in(new_context(color_scheme=scheme), studio)
+    page.goto(f"{studio.url}/new?start=flux1_dev_lora")
+    bar = page.locator(".memory").first
+    parts = bar.locator(".bar-of-parts .part")
+    shown = [part.evaluate(LUMINANCE) for part in parts.all()]
+    assert len(shown) > 5
+    for one, other in itertools.pairwise(shown):
+        assert (max(one, other) + 0.05) / (min(one, other) + 0.05) > 3
+    looks = bar.locator(".swatch").evaluate_all("(all) => all.map((one) => one.innerHTML.trim())")
+    assert len(looks) == len(set(looks)) == len(shown)
+    urls = bar.locator(".texture").evaluate_all(
+        "(all) => all.map((one) => one.getAttribute('fill').slice(5, -1))"
+    )
+    assert urls and all(page.locator(f"pattern[id='{one}']").count() == 1 for one in urls)
+
+
+def test_decisions_are_stacked_on_a_phone(full: Full, new_context: NewContext) -> None:
+    page = logged_in(new_context(viewport={"width": 390, "height": 844}), full.studio)
+    for path, table in (
+        ("/new?start=flux1_dev_lora", "#decisions"),
+        (full.page_of("cyanotype"), ".decisions"),
+    ):
+        page.goto(full.studio.url + path)
+        page.locator(table).evaluate("(one) => one.closest('details')?.setAttribute('open', '')")
+        row = page.locator(f"{table} tbody tr").first
+        boxes = [one.bounding_box() for one in row.locator("th, td").all()]
+        assert len(boxes) == 4
+        for above, below in itertools.pairwise(boxes):
+            assert above and below and below["y"] >= above["y"] + above["height"] - 1
+            assert below["x"] == above["x"] and below["x"] + below["width"] <= 390
 
 
 DELAYED = """
@@ -192,3 +275,36 @@ def test_without_scripts_the_form_is_planned_and_added_to_the_queue(
     expect(page.locator("#plan")).to_contain_text("by-hand")
     page.get_by_role("button", name="Add by-hand to the queue").click()
     expect(page.get_by_role("status")).to_contain_text("by-hand is in the queue")
+
+
+def test_a_tick_to_go_on_with_a_run_stays_while_the_form_is_typed(
+    start: Callable[..., Running],
+    new_context: NewContext,
+    watched: Watched,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRAINER_QUEUE_DIR", str(tmp_path / "queue"))
+    monkeypatch.setenv("TRAINER_PROFILE", "cpu")  # the queue asks this machine for its GPUs
+    watched.allowed.append("status of 422")
+    run = made.make_run(tmp_path / "runs/mine", done=120)
+    made.checkpoint(run, 120)
+    made.ended(run, 75)
+    page = opened(new_context, start(tmp_path), "quickstart")
+    page.locator("[name='output_dir']").fill("mine")
+    tick = page.get_by_label("Go on with the run in this folder")
+    expect(tick).not_to_be_checked()
+    add = page.get_by_role("button", name="Add mine to the queue")
+    add.click()
+    expect(page.locator("body")).to_contain_text("name another folder, or tick")
+    tick.check()
+    page.locator("[name='train.max_train_steps']").fill("2000")
+    expect(page.locator("#occupied")).to_contain_text("from step 120 to step 2000")
+    expect(tick).to_be_checked()
+    page.locator("[name='output_dir']").fill("other")
+    expect(tick).to_have_count(0)
+    page.locator("[name='output_dir']").fill("mine")
+    expect(tick).not_to_be_checked()
+    tick.check()
+    add.click()
+    expect(page.get_by_role("status")).to_contain_text("it goes on with the run in")

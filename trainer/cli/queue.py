@@ -191,7 +191,7 @@ def list_jobs() -> None:
 @click.argument("name", metavar="JOB")
 @click.argument("place", type=click.IntRange(min=1))
 def move(name: str, place: int) -> None:
-    """Put a job, or a group in its order, at a place among those that have not ended; the first is 1.
+    """Put a job, or a group in its order, at a place among those that wait or are held; the first is 1.
     \f
     Examples:
       trainer queue move 7 1

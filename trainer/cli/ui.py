@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -29,6 +30,12 @@ _FOLDER = GivenPath(file_okay=False)
 @click.option(
     "--allow-host", "allowed", metavar="NAME", multiple=True, help="Another name that it is asked by."
 )
+@click.option(
+    "--published",
+    metavar="ADDRESS",
+    default="",
+    help="Address of its host that a container's port is published on.  [default: that of --host]",
+)
 @click.option("--runs", type=_FOLDER, default="runs", show_default=True, help="Folder below which runs lie.")
 @click.option("--data", type=_FOLDER, default="data", show_default=True, help="Folder of data sets.")
 @click.option("--models", type=_FOLDER, default="models", show_default=True, help="Folder of base models.")
@@ -48,6 +55,7 @@ def ui(
     host: str,
     port: int,
     allowed: tuple[str, ...],
+    published: str,
     runs: Path,
     data: Path,
     models: Path,
@@ -65,17 +73,9 @@ def ui(
     No other address is ever asked. Runs are processes of their own, and outlive the studio; jobs that wait in
     the queue are started for as long as it is open (queue.log in its folder says which).
     """
-    try:
-        from trainer.ui.serve import serve
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _PACKAGES:
-            raise
-        from trainer.words import extras
-
-        what = f"the package {package} is not installed"
-        raise ConfigError(what, where="trainer ui", remedy=extras.remedy("ui")) from error
+    _require_packages()
     from trainer.config import environment
+    from trainer.ui.serve import serve
     from trainer.ui.studio import Studio
 
     # as a job's run folder, with which they are compared
@@ -92,7 +92,29 @@ def ui(
     # the link is no output that `say` would clean of secrets: it is made to be copied
     starts = queue and not runs_elsewhere
     _end_with_zero()
-    serve(studio, host=host, port=port, allowed=allowed, queue=starts, tell=click.echo)
+    serve(
+        studio,
+        host=host,
+        port=port,
+        allowed=allowed,
+        queue=starts,
+        published=published,
+        tell=click.echo,
+    )
+
+
+def _require_packages() -> None:
+    """Raise ConfigError where the extra `ui` is not installed."""
+    try:
+        importlib.import_module("trainer.ui.serve")
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _PACKAGES:
+            raise
+        from trainer.words import extras
+
+        what = f"the package {package} is not installed"
+        raise ConfigError(what, where="trainer ui", remedy=extras.remedy("ui")) from error
 
 
 def _end_with_zero() -> None:

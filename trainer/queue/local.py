@@ -19,7 +19,7 @@ from pathlib import Path
 
 from trainer.config import environment, launchers
 from trainer.config.interpreter import python
-from trainer.errors import ConfigError, ExitCode, StorageError
+from trainer.errors import ConfigError, StorageError
 from trainer.files import atomic
 from trainer.machine.idle import VISIBLE
 from trainer.machine.occupancy import GpuUse, gpu_uses, visible
@@ -29,6 +29,8 @@ from trainer.queue.launcher import ALIVE, CPU, ENDED, Request, Seen, State, judg
 from trainer.queue.turns import label, turns
 from trainer.telemetry import locks, rundir
 
+_PLACED = ALIVE | ENDED
+"""States of jobs whose place says nothing about when they start."""
 TRAIN, DRAW = ("-m", "trainer", "train"), ("-m", "trainer", "sample")
 
 
@@ -201,14 +203,19 @@ class Local:
                 self._count_start(connection, one)
 
     def move(self, jobs: Sequence[str], place: int) -> None:
-        """Put jobs, one behind the other, at a place among all others that have not ended; the first is 1."""
+        """Put jobs, one behind the other, at a place among all others that have not begun or are held; the
+        first is 1. Runs that live then stand before all of these.
+        """
         with self._changing() as connection:
             known = database.jobs(connection)
+            states = {job.id: self._seen(job).state for job in known}
             moved = [_named(known, job) for job in jobs]
             order = [other for other in known if other not in moved]
-            places = [index for index, other in enumerate(order) if self._seen(other).state not in ENDED]
+            places = [index for index, other in enumerate(order) if states[other.id] not in _PLACED]
             index = places[max(0, place - 1)] if place <= len(places) else len(order)
             order[index:index] = moved
+            begun = next((at for at, one in enumerate(order) if states[one.id] not in _PLACED), len(order))
+            order[begun:] = sorted(order[begun:], key=lambda one: states[one.id] not in ALIVE)
             rows = [(position, other.id) for position, other in enumerate(order, start=1)]
             connection.executemany("UPDATE jobs SET place = ? WHERE id = ?", rows)
 
@@ -308,7 +315,7 @@ class Local:
         try:
             draws = jobfiles.pictures(folder) is not None
         except StorageError as error:
-            self._fail(start, error)
+            jobfiles.fail(folder, start.job.start, error)
             return
         command = (*self.drawing, config, f"--try={start.job.run}") if draws else (*self.command, config)
         jobfiles.write_began(folder, start.job.start)
@@ -328,15 +335,6 @@ class Local:
             jobfiles.withdraw_began(folder)
             raise
         self.children.append(child)
-
-    def _fail(self, start: Start, error: StorageError) -> None:
-        """Record that a start was made and ended at once with BAD_CONFIG, with the error as its output."""
-        folder = jobfiles.job_folder(self.folder, start.job.id)
-        output = folder / jobfiles.OUTPUT_FILE
-        with atomic.no_space_told(output), output.open("a") as file:
-            file.write(f"queue: the job cannot be started: {error}\n")
-        jobfiles.write_began(folder, start.job.start)
-        jobfiles.write_exit(folder, start.job.start, ExitCode.BAD_CONFIG)
 
     def environment_of(self, start: Start) -> dict[str, str]:
         """The environment of a run: this process's, without what would change its configuration."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import html
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def templates() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    loaded.filters |= {"size": size, "duration": duration, "moment": moment}
+    loaded.filters |= {"size": size, "duration": duration, "moment": moment, "quoted": shlex.quote}
     return loaded
 
 

@@ -65,13 +65,14 @@ def serve(
     port: int,
     allowed: tuple[str, ...],
     queue: bool = False,
+    published: str = "",
     tell: Callable[[str], None],
 ) -> None:
     """Answer on `host` and `port` until SIGTERM or Ctrl-C; `tell` gets the lines for people.
 
     `allowed` are further names by which it may be asked. Port 0 takes a free one. With `queue` a process
-    beside it starts the queue's jobs. Raises ConfigError where the port cannot be had, the token cannot be
-    used, or another studio has the folder.
+    beside it starts the queue's jobs. `published` is the address of a container's host that the port is
+    published on. Raises ConfigError where port or token cannot be used, or another studio has the folder.
     """
     with _bound(host, port) as listening:
         access = Access(studio.folder)
@@ -82,7 +83,9 @@ def serve(
             studio.folder / LOCK_FILE, supervisor=os.getpid(), taken=taken, on_wait=lambda text: None
         ):
             have_webhook_file(studio)
-            for line in greeting(studio, access, host=host, port=listening.getsockname()[1]):
+            for line in greeting(
+                studio, access, host=host, port=listening.getsockname()[1], published=published
+            ):
                 tell(line)
             app = create_app(studio, access=access, hosts=LOOPBACK_HOSTS | named(host) | frozenset(allowed))
             config = uvicorn.Config(
@@ -107,9 +110,9 @@ def serve(
                 _Server(config, app.state.ending).run(sockets=[listening])
 
 
-def greeting(studio: Studio, access: Access, *, host: str, port: int) -> list[str]:
+def greeting(studio: Studio, access: Access, *, host: str, port: int, published: str = "") -> list[str]:
     """Lines that a start prints: the address, the token where it was made now, else where it lies; for an
-    address that others reach, what they can read.
+    address that others reach, what they can read. That is `host`, or where a container's port is `published`.
     """
     name = LOOPBACK if is_everywhere(host) else f"[{host}]" if ":" in host else host
     url = f"http://{name}:{port}/login"
@@ -119,9 +122,10 @@ def greeting(studio: Studio, access: Access, *, host: str, port: int) -> list[st
         lines = [f"studio: {url}", f"the token is in {studio.folder / TOKEN_FILE}"]
     if is_everywhere(host):
         lines.append("other machines ask for it by the names that --allow-host gives, and by no other")
-    if not is_loopback(host):
+    reached = published or host
+    if not is_loopback(reached):
         lines.append(
-            f"warning: {host} is not this machine alone, and there is no TLS: anyone on the path reads the"
+            f"warning: {reached} is not this machine alone, and there is no TLS: anyone on the path reads the"
             " token. Publish the port on the host's loopback address, or put a proxy with TLS before it"
         )
     return lines

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import main
+from trainer.config.reading.validate import validate
+from trainer.config.tree import from_plain, merge
 
 GOOD = """\
 family: flux1_dev
@@ -471,6 +473,16 @@ OUTSIDE: dict[str, Bad] = {
     "bad value to set": given(
         "--set", "train.seed=-1", problem=("--set train.seed", 'got "-1"', "leave it out for 0")
     ),
+    "bad value over that of a file": Bad(
+        text=GOOD + "lora:\n  rank: 24\n",
+        arguments=("--set", "lora.rank=0"),
+        problems=(("--set lora.rank", 'got "0"', "leave it out for 24"),),
+    ),
+    "bad value over that of a family": given(
+        "--set",
+        "validation.guidance_scale=-1",
+        problem=("--set validation.guidance_scale", 'got "-1"', "leave it out for 3.5"),
+    ),
     "item of a list": given(
         "--set",
         "data.sets.0.repeats=2",
@@ -526,6 +538,15 @@ def report(
 
 def test_there_are_enough() -> None:
     assert len(CASES) == sum(map(len, (FILES, KEYS, VALUES, MEANING, OUTSIDE))) >= 60
+
+
+def test_a_remedy_names_no_value_that_another_key_or_list_decides() -> None:
+    """Without a length the other one holds; items of lists are replaced whole."""
+    below = from_plain({"train": {"num_train_epochs": 2}, "data": {"sets": [{"repeats": 3}]}}, "low")
+    bad = from_plain({"train": {"max_train_steps": -5}, "data": {"sets": [{"repeats": -3}]}}, "high")
+    _, _, problems = validate(merge(below, bad), [below, bad])
+    told = {one.what.split("`")[1]: one.remedy for one in problems}
+    assert {told["train.max_train_steps"], told["data.sets.0.repeats"]} == {"correct it, or leave it out"}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

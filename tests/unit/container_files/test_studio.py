@@ -54,6 +54,7 @@ def test_the_studio_is_published_on_the_loopback_address_and_the_queue_nowhere(p
         options = command.make_context("ui", list(given)).params
         # the link that it prints names the port inside
         assert (options["host"], options["port"]) == ("0.0.0.0", port)
+        assert options["published"] == interpolated(published, variables).partition(":")[0]
         assert str(port) == interpolated(found["studio"]["healthcheck"]["test"][-1], variables)
         roots = {volume.path for volume in appliance.VOLUMES}
         assert {str(options[root]) for root in ("runs", "data", "models")} < roots

@@ -136,6 +136,10 @@ QUICK = {
         edited("transformer/config.json", num_layers="two"),
         "transformer: num_layers is 'two'",
     ),
+    "size is zero": (
+        edited("transformer/config.json", num_attention_heads=0),
+        "transformer: num_attention_heads is 0, and a size cannot be 0",
+    ),
     "size is negative": (edited("transformer/config.json", num_layers=-2), "transformer: num_layers is -2"),
     "size is missing": (
         edited("transformer/config.json", num_attention_heads="GONE"),
@@ -171,6 +175,14 @@ QUICK = {
     "scheduler of another class": (
         edited("model_index.json", scheduler=["diffusers", "DDIMScheduler"]),
         "scheduler: it is a DDIMScheduler",
+    ),
+    "scheduler garbage": (
+        replaced("scheduler/scheduler_config.json", "garbage"),
+        "scheduler/scheduler_config.json: cannot be read",
+    ),
+    "scheduler with a text": (
+        edited("scheduler/scheduler_config.json", num_train_timesteps="many"),
+        "scheduler: num_train_timesteps is 'many', and a number is needed",
     ),
     "index is garbage": (replaced("model_index.json", "{]"), "model_index.json"),
     "no tokenizer": (gone("tokenizer"), "no component 'tokenizer'"),
@@ -221,8 +233,8 @@ def test_a_language_model_whose_classes_are_in_no_list_is_told_so(
 
 SLOW = {
     "a size that its files do not have": (
-        edited("transformer/config.json", num_attention_heads=0),
-        "have another shape than its config says, first context_embedder.bias: 64, not 0",
+        edited("transformer/config.json", joint_attention_dim=8),
+        "have another shape than its config says, first context_embedder.weight: 64 x 32, not 64 x 8",
     ),
     "a class's default in place of a size": (
         edited("transformer/config.json", in_channels="GONE"),
@@ -261,14 +273,6 @@ SLOW = {
     "tokenizer config garbage": (
         replaced("tokenizer/tokenizer_config.json", "[1"),
         "tokenizer: CLIPTokenizer cannot",
-    ),
-    "scheduler garbage": (
-        replaced("scheduler/scheduler_config.json", "garbage"),
-        "scheduler: its config is not",
-    ),
-    "scheduler with a text": (
-        edited("scheduler/scheduler_config.json", num_train_timesteps="many"),
-        "scheduler: its config is not",
     ),
 }
 
@@ -351,6 +355,17 @@ def test_a_window_shorter_than_a_conversation_is_refused(
     (problem,) = caught.value.problems
     assert problem.where == "data.max_sequence_length" and str(path) in problem.what
     assert f"write data.max_sequence_length: {window} or less" in problem.remedy
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_attention_dropout_that_a_base_asks_for_is_told(
+    tiny_base: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    base = Path(shutil.copytree(tiny_base(family), tmp_path / "base"))
+    assert not [one for one in plan(base, family).warnings if "dropout" in one]
+    edited("config.json", attention_dropout=0.1)(base)
+    (told,) = (one for one in plan(base, family).warnings if "dropout" in one)
+    assert told.startswith("the base is trained without the attention_dropout of 0.1 that ")
 
 
 @pytest.mark.parametrize(

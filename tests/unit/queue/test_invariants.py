@@ -122,9 +122,12 @@ class Queue(RuleBasedStateMachine):
             return
         self.queue.move([job], place)
         self.order.remove(job)
-        open_jobs = [one for one in self.order if self.known[one].state in ("idle", "live")]
-        before = self.order.index(open_jobs[place - 1]) if place <= len(open_jobs) else len(self.order)
+        placed = [one for one in self.order if self.known[one].state == "idle"]
+        before = self.order.index(placed[place - 1]) if place <= len(placed) else len(self.order)
         self.order.insert(before, job)
+        idle = [at for at, one in enumerate(self.order) if self.known[one].state == "idle"]
+        begun = idle[0] if idle else len(self.order)
+        self.order[begun:] = sorted(self.order[begun:], key=lambda one: self.known[one].state != "live")
 
     @rule(job=consumes(jobs))
     def forget(self, job: str) -> None:

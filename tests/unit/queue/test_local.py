@@ -298,6 +298,20 @@ def test_jobs_move_together_in_their_order(queue: FakeLocal) -> None:
         assert [job.name for job, _ in queue.jobs()] == order.split(), place
 
 
+def test_no_job_is_put_before_one_that_runs(queue: FakeLocal, machine: FakeMachine) -> None:
+    queue.submit([wanted("a", (A,)), wanted("b", (B,)), wanted("c", (A,)), wanted("d", (A,))])
+    queue.hold("1")
+    queue.start_due()  # b and c
+    for job, place, order in (
+        ("4", 1, "b c d a"),
+        ("1", 1, "b c a d"),
+        ("1", 9, "b c d a"),
+        ("2", 9, "c b d a"),
+    ):
+        queue.move([job], place)
+        assert [one.name for one, _ in queue.jobs()] == order.split(), (job, place)
+
+
 def test_pictures_are_no_steps(queue: FakeLocal, machine: FakeMachine) -> None:
     """Steps of the run stay known while it saves and previews; a cache's pictures are none."""
     queue.submit([wanted("cats", (A,), seconds=7000.0)])

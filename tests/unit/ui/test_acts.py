@@ -179,6 +179,19 @@ def test_every_act_has_a_word_and_each_row_only_those_that_work(studio: Studio, 
                 change_job(row.id, act)  # raises where it does not work
 
 
+def test_a_job_that_waits_is_not_moved_before_one_that_runs(client: TestClient, studio: Studio) -> None:
+    local = FakeLocal(environment.queue_dir(), FakeMachine((), identity=Machine.here()))
+    local.submit([wanted(name, (CPU,), root=studio.runs) for name in ("one", "two", "three")])
+    local.start_due()
+    running, first, second = queue_view(studio).rows
+    assert [Act.UP in row.acts for row in (running, first, second)] == [False, False, True]
+    assert [Act.DOWN in row.acts for row in (running, first, second)] == [False, True, False]
+    for job, act, order in ((3, Act.UP, ["one", "three", "two"]), (3, Act.UP, ["one", "three", "two"]),
+                            (3, Act.DOWN, ["one", "two", "three"])):  # fmt: skip
+        assert client.post(f"/queue/{job}", data={"act": act.value}).status_code == 303
+        assert names(local) == order
+
+
 def test_a_signature_changes_with_the_queue_and_asks_for_nothing_while_that_rests(
     studio: Studio, queue: Local, monkeypatch: pytest.MonkeyPatch
 ) -> None:

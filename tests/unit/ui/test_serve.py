@@ -56,6 +56,14 @@ def test_an_address_that_others_reach_is_told(
         assert any("--allow-host" in line for line in lines) is is_everywhere(host)
 
 
+def test_a_port_that_is_published_on_the_loopback_address_is_not_warned_of(studio: Studio) -> None:
+    access = Access(studio.folder)
+    for published, warned in (("127.0.0.1", False), ("", True), ("192.0.2.7", True)):
+        told = "".join(greeting(studio, access, host="0.0.0.0", port=8660, published=published))
+        assert ("anyone on the path" in told) is warned
+        assert f"warning: {published or '0.0.0.0'} is not" in told or not warned
+
+
 def test_a_port_that_is_taken_is_told(studio: Studio) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

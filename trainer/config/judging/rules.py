@@ -284,7 +284,7 @@ RULES: tuple[Rule[Context], ...] = (
          " multiplies it by this", "write `train.learning_rate: 1`"),
     Rule(("flow.mode_scale", "flow.weighting_scheme"), _outside_noise_levels,
          "`flow.mode_scale` is {flow.mode_scale}: noise levels would leave 0 to 1",
-         f"a number of at least {_MODE_SCALES[0]:g} and at most {_MODE_SCALES[1]:g}; leave it out for 1.29",
+         f"a number of at least {_MODE_SCALES[0]:g} and at most {_MODE_SCALES[1]:g}, such as 1.29",
          at=("flow.mode_scale",)),
     Rule(("lora.init_from", "method"), _no_file, "`lora.init_from`: {lora.init_from} is no file",
          "name a .safetensors file of an earlier run", at=("lora.init_from",)),

@@ -108,7 +108,7 @@ def from_layers(
     defaults = from_plain(family_defaults[family] if family else {}, f"family {family}")
     tree = Node(value=merge(defaults, user).value, source=empty.source)
 
-    config, bad, wrong = validate(tree)
+    config, bad, wrong = validate(tree, [defaults, *_trees([*files, *chosen, *single])])
     problems, sources, shortened = [*problems, *unknown, *wrong], _sources(tree, config), list[str]()
     if config is not None:
         above = [*([one] for one in _trees([*files, *chosen])), _trees(single)]

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from trainer.config import elsewhere, fields
+from trainer.config.reading.layers import LENGTHS
 from trainer.config.schema import RunConfig
 from trainer.config.tree import KeyPath, Node, by_user, describe, leaves
 from trainer.errors import Problem
 from trainer.words.near import closest
 
 
-def validate(tree: Node) -> tuple[RunConfig | None, frozenset[str], list[Problem]]:
+def validate(
+    tree: Node, merged: Sequence[Node] = ()
+) -> tuple[RunConfig | None, frozenset[str], list[Problem]]:
     """The configuration that the tree is, its bad keys, and what is wrong with its types, bounds and names.
+
+    `merged` are the layers that the tree is made of, lowest first: by them a message tells the value that
+    holds once a bad one is left out.
 
     The configuration is None if nothing sensible could be built. It holds stand-ins for bad keys, so that the
     others can still be checked against each other; with any of them it must not be used to run.
@@ -26,7 +32,7 @@ def validate(tree: Node) -> tuple[RunConfig | None, frozenset[str], list[Problem
     except ValidationError as error:
         faults = _faults(error)
     told = list(faults.items())[:_MOST_FAULTS]
-    problems = [problem for path, kind in told for problem in _problems(tree, path, kind)]
+    problems = [problem for path, kind in told for problem in _problems(tree, path, kind, merged)]
     if len(faults) > len(told):
         path = list(faults)[len(told)]
         what = f"... and {len(faults) - len(told)} more mistakes"
@@ -87,7 +93,7 @@ def _faults(error: ValidationError) -> dict[KeyPath, str]:
     return {path: kind for path, kind in faults.items() if path not in above}
 
 
-def _problems(tree: Node, path: KeyPath, kind: str) -> Iterator[Problem]:
+def _problems(tree: Node, path: KeyPath, kind: str, merged: Sequence[Node]) -> Iterator[Problem]:
     name, source, node = ".".join(path), tree.source_of(path), tree.get(path)
     if kind == "extra_forbidden":
         yield Problem(what=f"unknown key `{name}`", where=source, remedy=fields.suggest_key(path))
@@ -102,10 +108,10 @@ def _problems(tree: Node, path: KeyPath, kind: str) -> Iterator[Problem]:
     else:
         got = "nothing" if node is None else describe(node)
         what = f"`{name}`: expected {fields.expected(path)}, got {got}"
-        yield Problem(what=what, where=source, remedy=_remedy(path, node))
+        yield Problem(what=what, where=source, remedy=_remedy(path, node, merged))
 
 
-def _remedy(path: KeyPath, node: Node | None) -> str:
+def _remedy(path: KeyPath, node: Node | None, merged: Sequence[Node]) -> str:
     name = ".".join(path)
     words = fields.choices(path)
     near = closest(node.value, words) if node is not None and isinstance(node.value, str) else None
@@ -122,7 +128,22 @@ def _remedy(path: KeyPath, node: Node | None) -> str:
     field = fields.field_at(path)
     if path[-1].isdecimal() or field is None:
         return "correct it or remove it"
-    return f"correct it, or leave it out for {'nothing' if field.default is None else field.default}"
+    below = _left_out(path, merged, field.default)
+    return f"correct it, or leave it out{below and f' for {below}'}"
+
+
+def _left_out(path: KeyPath, merged: Sequence[Node], default: object) -> str:
+    """The value that holds once the highest layer leaves `path` out, in words; empty where unknown."""
+    lower = [node.value for node in (tree.get(path) for tree in merged) if node is not None][:-1]
+    rivals = [other for other in LENGTHS if path in LENGTHS and other != path]
+    nodes = (tree.get(other) for tree in merged for other in rivals)
+    if any(node is not None and node.value is not None for node in nodes):
+        return ""  # without this length the other one may hold
+    # lists are replaced whole: an item of a lower one holds only where it was written again
+    if lower and (any(part.isdecimal() for part in path) or isinstance(lower[-1], dict | list)):
+        return ""
+    value = lower[-1] if lower else default
+    return "nothing" if value is None else str(value)
 
 
 def _repair(plain: dict[str, Any], path: KeyPath) -> None:

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from trainer.engine.records.early_stop import Patience
 from trainer.engine.records.fingerprint import Change, changes
 from trainer.errors import ConfigError, Problem
 from trainer.files.atomic import (
@@ -238,6 +239,8 @@ def _read_state(folder: Path) -> dict[str, Any]:
     for key, kind in _STATE_TYPES.items():
         if not isinstance(state.get(key), kind):
             raise _DamagedError(f"{_STATE} is not one of ours: {key} is {state.get(key)!r:.80}")
+    if unknown := state["early_stop"].keys() - {one.name for one in dataclasses.fields(Patience)}:
+        raise _DamagedError(f"{_STATE} is not one of ours: early_stop has {min(unknown)!r:.80}")
     return state
 
 
@@ -268,6 +271,11 @@ def _checksums(paths: Sequence[Path], on_chunk: Callable[[], None]) -> dict[str,
             return {name: future.result() for name, future in futures.items()}
         finally:
             given_up.set()
+
+
+def identity(folder: Path) -> str:
+    """SHA-256 of the content of a valid checkpoint's state.json, which holds the checksums of its files."""
+    return _own_checksum(_read_state(folder))
 
 
 def read_snapshot(folder: Path) -> Snapshot:

@@ -9,6 +9,7 @@ import unicodedata
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import TypeVar
+from urllib.parse import urlencode
 
 from pydantic import ValidationError
 from python_multipart.exceptions import FormParserError
@@ -24,7 +25,7 @@ from trainer.config.schema import DataSection
 from trainer.data.pictures.buckets import buckets
 from trainer.errors import DataError, Problem
 from trainer.ui.datasets import edits, snapshot, upload, worker
-from trainer.ui.datasets.places import folders, new_place, place_of
+from trainer.ui.datasets.places import Place, folders, new_place, place_of
 from trainer.ui.datasets.snapshot import Settings, picture_of
 from trainer.ui.page import render
 from trainer.ui.studio import Studio, UnknownIdError, found_by_id
@@ -82,8 +83,18 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
     ]
 
 
-def _list(studio: Studio, request: Request) -> Response:
-    return render(request, "datasets.html", rows=views.datasets_view(studio), folder=studio.data)
+def _list(
+    studio: Studio,
+    request: Request,
+    *,
+    name: str = "",
+    problems: Sequence[Problem] = (),
+    status_code: int = 200,
+) -> Response:
+    """The page of all data sets; with a name that cannot be a new one's, and why."""
+    rows = views.datasets_view(studio)
+    more = {"rows": rows, "folder": studio.data, "new_name": name, "problems": problems}
+    return render(request, "datasets.html", status_code=status_code, **more)
 
 
 def _show(studio: Studio, request: Request) -> Response:
@@ -97,7 +108,15 @@ def _show(studio: Studio, request: Request) -> Response:
         bucket=asked.get("bucket", ""),
         page=int(page) if page.isdecimal() and len(page) < 9 else 1,
     )
-    return render(request, "dataset.html", view=view, filters=views.FILTERS, wait="wait" in asked)
+    none_chosen = asked.get("chosen") == "none"
+    return render(
+        request,
+        "dataset.html",
+        view=view,
+        filters=views.FILTERS,
+        wait="wait" in asked,
+        none_chosen=none_chosen,
+    )
 
 
 def _progress(studio: Studio, request: Request, *, asked: bool = True) -> Response:
@@ -177,13 +196,21 @@ def _changing(studio: Studio, change: Change) -> Callable[[Request], Awaitable[R
 
 
 def _create(studio: Studio, request: Request, form: FormData) -> Response:
+    """The way to a new data set; the form again where its name cannot be one."""
     given = _text(form, "name").strip()
+    try:
+        place = _new_place(studio, given)
+    except DataError as error:
+        return _list(studio, request, name=given, problems=error.problems, status_code=422)
+    return RedirectResponse(f"/data/{place.id}", status_code=303)
+
+
+def _new_place(studio: Studio, given: str) -> Place:
     if (name := upload.stored_name(given)) != unicodedata.normalize("NFC", given):
         what = "a data set is a folder, whose name has letters, digits, blanks and . , ( ) @ + = ~ _ - alone"
         remedy = "write the name without other signs, and shorter where it is long"
         raise DataError(what, where=given, remedy=remedy)
-    place = new_place(studio, name)
-    return RedirectResponse(f"/data/{place.id}", status_code=303)
+    return new_place(studio, name)
 
 
 def _caption(studio: Studio, request: Request, form: FormData) -> Response:
@@ -238,10 +265,16 @@ def _to_files(studio: Studio, request: Request, form: FormData) -> None:
     edits.captions_to_files(place_of(studio, request.path_params["set"]))
 
 
-def _delete(studio: Studio, request: Request, form: FormData) -> None:
+def _delete(studio: Studio, request: Request, form: FormData) -> Response | None:
+    """Move pictures to the trash; the page that they would have been chosen on says so where none was."""
     place = place_of(studio, request.path_params["set"])
-    if pictures := [picture_of(place, str(key)) for key in form.getlist("picture")]:
-        edits.delete(place, pictures)
+    pictures = [picture_of(place, str(key)) for key in form.getlist("picture")]
+    if not pictures:
+        shown = {name: _text(form, name) for name in ("show", "bucket", "search", "page")}
+        asked = urlencode({**shown, "chosen": "none"})
+        return RedirectResponse(f"/data/{place.id}?{asked}#delete", status_code=303)
+    edits.delete(place, pictures)
+    return None
 
 
 def _settings(studio: Studio, request: Request, form: FormData) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from urllib.parse import quote
 
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData
@@ -19,10 +20,13 @@ from trainer.ui.studio import Studio
 from trainer.ui.views.asked import OWN, RUN, Asked, form_of, is_key, starts
 from trainer.ui.views.foreign import Translated, brought
 from trainer.ui.views.new import NewRun, add_to_queue, added, new_run
+from trainer.ui.views.planned import with_one_key
+from trainer.ui.views.queueing.goes_on import TICK
 
 DEPTHS = ("needed", "usual", "all")
 _MOST_CHARACTERS = 1 << 19
 """Longest text of a field."""
+_NOT_ADDED = {"added": None, "added_goes_on": False}
 _SENT = ("/new/file", "/new/start")
 """Addresses that a form is sent to, and that show it again where it has mistakes."""
 
@@ -37,7 +41,8 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
         start, run = (request.query_params.get(name, "") for name in ("start", "run"))
         start = f"{RUN}{run}" if run else start
         view = new_run(studio, Asked(start=start) if run or start in starts() else Asked())
-        return _page(request, view, added=added(request.query_params.get("added", "")))
+        job, goes_on = (request.query_params.get(name, "") for name in ("added", "goes_on"))
+        return _page(request, view, added=added(job), added_goes_on=bool(goes_on))
 
     async def change(request: Request) -> Response:
         form = await request.form(max_fields=4000)
@@ -78,6 +83,7 @@ def asked_by(form: FormData) -> Asked:
         presets=tuple(one for one in form.getlist("preset") if isinstance(one, str) and one in known),
         depth=depth if (depth := _text(form, "depth")) in DEPTHS else DEPTHS[0],
         facts=_text(form, "facts"),
+        goes_on=_text(form, "goes_on"),
         typed=typed,
     )
 
@@ -101,13 +107,14 @@ def _changed(studio: Studio, request: Request, form: FormData) -> Response:
 
 
 def _page(request: Request, view: NewRun, status_code: int = 200, **more: object) -> Response:
-    context = {"rows": (), "foreign": "", "foreign_problems": (), "start_problems": (), "added": None, **more}
+    context = {"rows": (), "foreign": "", "foreign_problems": (), "start_problems": (), **_NOT_ADDED, **more}
     return render(
         request,
         "new.html",
         status_code=status_code,
         view=view,
         notes=_notes(view),
+        tick=TICK,
         starts=starts(),
         own=OWN,
         presets=presets.names(),
@@ -116,7 +123,7 @@ def _page(request: Request, view: NewRun, status_code: int = 200, **more: object
 
 
 def _plan(request: Request, view: NewRun) -> Response:
-    return HTMLResponse(part(request, "_plan.html", view=view, notes=_notes(view)))
+    return HTMLResponse(part(request, "_plan.html", view=view, notes=_notes(view), tick=TICK))
 
 
 def _notes(view: NewRun) -> str:
@@ -138,8 +145,12 @@ def _file(request: Request, view: NewRun) -> Response:
     """The configuration as a file to keep; the page with its mistakes where it has some."""
     if not view.yaml:
         return _page(request, view, status_code=422)
-    name = re.sub(r"[^A-Za-z0-9_-]+", "-", view.name)
-    headers = {"Content-Disposition": f'attachment; filename="{name}.yaml"'}
+    # the second one for programs that read no UTF-8 in the first
+    name, plain = (
+        quote(view.file_name, safe="", errors="surrogateescape"),
+        re.sub(r"[^A-Za-z0-9_.-]+", "-", view.file_name),
+    )
+    headers = {"Content-Disposition": f"attachment; filename=\"{plain}\"; filename*=UTF-8''{name}"}
     return PlainTextResponse(view.yaml, media_type="application/yaml", headers=headers)
 
 
@@ -148,5 +159,6 @@ def _started(request: Request, view: NewRun) -> Response:
     try:
         job = add_to_queue(view)
     except TrainerError as error:
-        return _page(request, view, status_code=422, start_problems=error.problems)
-    return RedirectResponse(f"/new?added={job}", status_code=303)
+        return _page(request, view, status_code=422, start_problems=tuple(map(with_one_key, error.problems)))
+    goes_on = "&goes_on=1" if view.occupied else ""
+    return RedirectResponse(f"/new?added={job}{goes_on}", status_code=303)

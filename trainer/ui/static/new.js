@@ -23,6 +23,27 @@
     }
   }
 
+  // a number that the browser cannot read is an empty value to it, and to all that it sends
+  const unread = () => [...form.querySelectorAll("input[type=number]")].filter((one) => one.validity.badInput);
+  const BROKEN = "This is no number. Correct it or empty the field";
+
+  function markUnread() {
+    const broken = unread();
+    for (const input of broken) {
+      const field = input.closest("[data-field]");
+      field.querySelector(".wrong-text").textContent = BROKEN;
+      field.classList.add("wrong");
+      input.setAttribute("aria-invalid", "true");
+      if (shown) delete shown[field.dataset.field];  // its note is written anew by the next plan
+    }
+    if (broken.length) {
+      form.classList.add("failed");
+      if (lastSaid !== BROKEN) window.studio.say(BROKEN);
+      lastSaid = BROKEN;
+    }
+    return broken;
+  }
+
   function apply() {
     const element = document.getElementById("notes");
     const next = JSON.parse(element.dataset.notes);
@@ -35,8 +56,19 @@
     const text = wrong.length ? wrong.join(" ") : element.dataset.say;
     if (text !== lastSaid) window.studio.say(text);
     lastSaid = text;
+    markUnread();  // an answer to an older question
   }
 
+  form.noValidate = true;  // the plan says what is wrong, and without scripts the browser
+  document.addEventListener("htmx:before:request", (event) => {
+    if (event.target === form && markUnread().length) event.preventDefault();
+  });
+  form.addEventListener("submit", (event) => {
+    const [first] = markUnread();
+    if (!first) return;
+    event.preventDefault();
+    first.focus();
+  });
   document.addEventListener("htmx:after:swap", () => { if (document.getElementById("notes")) apply(); });
   for (const name of ["htmx:error", "htmx:response:error"])
     document.addEventListener(name, () => form.classList.add("failed"));
@@ -44,7 +76,7 @@
   for (const name of ["input", "change"]) {
     form.addEventListener(name, (event) => {
       if (event.target.closest("[data-quiet]")) event.stopPropagation();
-      else if (name === "change" && event.target.closest("[data-reload]")) form.submit();
+      else if (name === "change" && event.target.closest("[data-reload]")) form.requestSubmit();
     }, true);
   }
   form.addEventListener("dragover", (event) => { if (event.target.closest("[data-drop]")) event.preventDefault(); });

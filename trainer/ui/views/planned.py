@@ -121,8 +121,7 @@ class Planned:
     def told(self) -> tuple[Problem, ...]:
         """The problems, with keys in place of what was typed; ways out are told apart."""
         return tuple(
-            replace(one, where=one.where.removeprefix(SOURCE), remedy="" if self.ways_out else one.remedy)
-            for one in self.problems
+            replace(one, remedy="") if self.ways_out else one for one in map(with_one_key, self.problems)
         )
 
     @property
@@ -140,6 +139,12 @@ class Planned:
         """The row of the plan on a feature; None where it has none."""
         rows = () if self.plan is None else self.plan.decisions
         return next((row for row in rows if row.feature == feature), None)
+
+
+def with_one_key(problem: Problem) -> Problem:
+    """A problem whose place is the key of what was typed; nowhere, where its text begins with that key."""
+    where = problem.where.removeprefix(SOURCE)
+    return replace(problem, where="" if problem.what.startswith(f"`{where}`") else where)
 
 
 def source_word(source: str) -> str:

@@ -63,6 +63,10 @@ def test_a_name_is_kept_or_refused(client: TestClient, studio: Studio) -> None:
         answer = client.post("/data", data={"name": name})
         assert answer.status_code == 422 and html.escape(name) in answer.text, name
         assert "letters, digits, blanks" in answer.text
+        assert (
+            f'name="name" required maxlength="80" autocomplete="off" value="{html.escape(name.strip())}"'
+            in (answer.text)
+        ), "the form with the name"
     assert not list(studio.data.iterdir())
     # a Mac may spell an accent in two characters
     for name, kept in {"ü": "ü", "u\u0308ber": "über", "a (1), b@c+d=e~_-.f": "a (1), b@c+d=e~_-.f"}.items():
@@ -247,6 +251,28 @@ def test_deleting_moves_to_the_trash_and_back(client: TestClient, studio: Studio
     assert kept == sorted([before["a.png"], before["a.txt"]])
     client.post(f"/data/{place.id}/undo")
     assert tree(place.folder) == before
+
+
+def test_a_trash_without_a_choice_is_told_on_the_page_that_it_was_asked_on(
+    client: TestClient, studio: Studio
+) -> None:
+    place = make(studio, a="a dog", b="a bee")
+    looked(place)
+    page = f"/data/{place.id}?show=all&search=bee&page=1"
+    assert "No picture is selected" not in client.get(page).text
+    names = ("show", "bucket", "search", "page")
+    shown = {name: field(client.get(page).text.partition('id="delete"')[2], name) for name in names}
+    answer = client.post(f"/data/{place.id}/delete", data=shown)
+    assert answer.status_code == 303 and len(tree(place.folder)) == 4
+    text = client.get(answer.headers["location"]).text
+    assert "No picture is selected" in text and "a bee" in text and "a dog" not in text
+
+
+def test_a_badge_says_what_it_means(client: TestClient, studio: Studio) -> None:
+    place = make(studio, a="a cat")
+    looked(place)
+    text = client.get(f"/data/{place.id}").text
+    assert re.search(r'title="It is smaller [^"]+ blurs it">Enlarged .[0-9.]+</span>', text)
 
 
 def test_metadata_becomes_files_and_comes_back(client: TestClient, studio: Studio) -> None:

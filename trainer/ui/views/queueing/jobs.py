@@ -147,7 +147,8 @@ def queue_view(studio: Studio) -> QueueView:
     except StorageError as error:
         problems += error.problems
     entries = [entry for entry in every if entry.seen.state is not State.FINISHED]
-    rows = tuple(_row(studio, entry, place, len(entries), gpus) for place, entry in enumerate(entries))
+    places = [entry.job.id for entry in entries if entry.seen.state not in ALIVE | ENDED]
+    rows = tuple(_row(studio, entry, places, gpus) for entry in entries)
     return QueueView(
         rows=rows,
         sections=tuple(_sections(studio, rows, every)),
@@ -211,7 +212,8 @@ def _rests(folder: Path, changes: bytes | None) -> bool:
     return True
 
 
-def _row(studio: Studio, entry: Entry, place: int, count: int, gpus: Sequence[GpuUse]) -> QueueRow:
+def _row(studio: Studio, entry: Entry, places: Sequence[int], gpus: Sequence[GpuUse]) -> QueueRow:
+    """The row of a job; `places` are the numbers of those that wait or are held, in their order."""
     job, state = entry.job, entry.seen.state
     below = job.run.is_relative_to(studio.runs)
     return QueueRow(
@@ -221,7 +223,7 @@ def _row(studio: Studio, entry: Entry, place: int, count: int, gpus: Sequence[Gp
         state=StateView(kind=KINDS[state], word=state.value, detail=_COMMAND.sub("", entry.note)),
         gpus=entry.gpus,
         page=_page(studio, entry) if below and job.run.is_dir() else "",
-        acts=_acts(state, first=place == 0, last=place == count - 1),
+        acts=_acts(state, first=places[:1] == [job.id], last=places[-1:] == [job.id]),
         choices=()
         if state in ALIVE or job.gpus == (CPU,) or len(gpus) <= job.count
         else tuple(
@@ -258,7 +260,7 @@ def assign_job(job: int, gpus: Sequence[str]) -> None:
 def change_job(job: int, act: Act) -> None:
     """Change a job of the queue. Raises ConfigError where it cannot be, UnknownIdError without it."""
     queue, name = users_queue(), str(job)
-    order = [one.id for one, seen in queue.jobs() if seen.state not in ENDED]
+    order = [one.id for one, seen in queue.jobs() if seen.state not in ALIVE | ENDED]
     if job not in {one.id for one, _ in queue.jobs()}:
         raise UnknownIdError(name)
     place = order.index(job) + 1 if job in order else len(order)
