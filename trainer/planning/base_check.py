@@ -18,6 +18,7 @@ from trainer.errors import AccessError, ConfigError, Problem
 from trainer.families.family import Family
 from trainer.files.weight_files import weight_files
 from trainer.modeling.base.base import base_at, read_config, require_readable
+from trainer.modeling.base.hub import refusal_told
 from trainer.planning.plan import Decision
 from trainer.planning.shapes.geometry import table_component
 from trainer.planning.shapes.run_shapes import CONFIGS, roles
@@ -52,9 +53,16 @@ def check_base(family: Family, loaded: Loaded, folder: Path) -> tuple[str, ...]:
     """Warnings about the base model in `folder`, as far as it is there.
 
     Raises ConfigError (78) where it is another family's or attends over fewer tokens than conversations may
-    have, AccessError (77) where a component is of another class or its config is damaged, with every problem.
+    have, AccessError (77) where a component is of another class or its config is damaged, with every problem,
+    and where this user may not enter one.
     """
     require_readable(folder, families.components(family))
+    with refusal_told(folder):
+        return _checked(family, loaded, folder)
+
+
+def _checked(family: Family, loaded: Loaded, folder: Path) -> tuple[str, ...]:
+    """Warnings of `check_base`, which raises the same."""
     said = _said(folder)
     warnings = tuple(_require_family(family, loaded, said))
     problems = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import TINY_MODELS
+from tests.unit.data.test_bad_sets import nobody
 from tests.unit.planning.conftest import machine
 from trainer.config.reading.load import Loaded
 from trainer.config.schema import RunConfig
 from trainer.engine.building.base_load_check import check_loadable
 from trainer.errors import AccessError, ConfigError
 from trainer.families import components, get
+from trainer.modeling.base.base import is_repository, local_folder
 from trainer.modeling.base.load import load_component, renaming
 from trainer.modeling.base.source import resolve_source
 from trainer.modeling.base.structure import built_empty
@@ -376,6 +379,49 @@ def test_a_base_that_two_families_can_train_is_told(
 ) -> None:
     warnings = plan(tiny_base(base), family).warnings
     assert [one for one in warnings if f"for which `family: {base}` is" in one]
+
+
+@pytest.mark.parametrize("closed", ["above", "above/base", "above/base/transformer"])
+def test_a_folder_that_this_user_may_not_enter_is_named(tiny_flux1_dev: Path, closed: str) -> None:
+    with tempfile.TemporaryDirectory() as name:  # that of pytest is closed to others
+        base = Path(shutil.copytree(tiny_flux1_dev, Path(name, "above/base")))
+        assert plan(base).device == "cpu"
+        shut, asked = Path(name, closed), loaded(base)
+        with nobody(Path(name)):
+            shut.chmod(0o600)
+            try:
+                for refused in (lambda: plan_run(asked, machine("cpu")), lambda: prepare_base(asked)):
+                    with pytest.raises(AccessError, match="this user may not read") as caught:
+                        refused()
+                    (problem,) = caught.value.problems
+                    assert problem.where == str(base) and str(shut) in problem.what
+                    assert not is_repository(asked.config)
+            finally:
+                shut.chmod(0o700)
+
+
+@pytest.mark.parametrize("closed", [".", "models--owner--name", "models--owner--name/snapshots/" + 40 * "a"])
+def test_a_cache_that_this_user_may_not_enter_is_named(
+    tiny_flux1_dev: Path, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        cache = Path(name, "hub")
+        repository = cache / "models--owner--name"
+        shutil.copytree(tiny_flux1_dev, repository / "snapshots" / (40 * "a"))
+        (repository / "refs").mkdir()
+        (repository / "refs/main").write_text(40 * "a")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+        asked = loaded(Path("owner/name"))
+        assert local_folder(asked.config) is not None
+        with nobody(Path(name)):
+            (cache / closed).chmod(0o600)
+            try:
+                with pytest.raises(AccessError, match="this user may not read") as caught:
+                    prepare_base(asked)
+            finally:
+                (cache / closed).chmod(0o700)
+        (problem,) = caught.value.problems
+        assert problem.where.startswith(str(cache))
 
 
 def test_an_older_edit_base_is_planned(tiny_base: Callable[[str], Path], tmp_path: Path) -> None:

@@ -30,12 +30,15 @@ _PICKLED_FILES = ("*.bin", "*.pt", "*.ckpt", "*.msgpack")
 def local_folder(config: RunConfig) -> Path | None:
     """The base model's folder as far as it is on this disk already; None for a repository that is not.
 
-    Asks nobody and checks nothing inside. Raises ConfigError for a path that does not exist.
+    Asks nobody and checks nothing inside. Raises ConfigError for a path that does not exist, AccessError for
+    one that this user may not enter.
     """
     name = config.model.pretrained_model_name_or_path
     path = Path(name)
-    if path.is_dir():
-        return path
+    with hub.refusal_told(path):
+        if path.is_dir():
+            (path / "config.json").exists()  # a question that is refused where it may not be entered
+            return path
     if not hub.is_repository_id(name):
         raise ConfigError(
             f"the base model's folder {name} does not exist",
@@ -45,7 +48,10 @@ def local_folder(config: RunConfig) -> Path | None:
     # a language model's folder has a config.json in place of the index of its parts
     folder = hub.cached(name, config.model.revision)
     indexes = ("model_index.json", "config.json")
-    return folder if folder is not None and any((folder / index).is_file() for index in indexes) else None
+    if folder is None:
+        return None
+    with hub.refusal_told(folder):
+        return folder if any((folder / index).is_file() for index in indexes) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +95,15 @@ def base_at(folder: Path | None, config: RunConfig, components: Sequence[str], *
         return Base(folder=None, missing=(), built=frozenset())
     require_readable(folder, components)
     built = frozenset[str]()
-    if config.model.weights == "random":
-        bare = {
-            name
-            for name in components
-            if (folder / name / "config.json").exists() and weight_files(folder / name).state == "absent"
-        }
-        built = frozenset({trained} | bare)
-    return Base(folder=folder, missing=tuple(_missing(folder, components, built)), built=built)
+    with hub.refusal_told(folder):
+        if config.model.weights == "random":
+            bare = {
+                name
+                for name in components
+                if (folder / name / "config.json").exists() and weight_files(folder / name).state == "absent"
+            }
+            built = frozenset({trained} | bare)
+        return Base(folder=folder, missing=tuple(_missing(folder, components, built)), built=built)
 
 
 def require_readable(folder: Path, components: Sequence[str]) -> None:
@@ -118,7 +125,11 @@ def _closed(folder: Path) -> list[Path]:
 
 def is_repository(config: RunConfig) -> bool:
     """Whether the base model is named as a repository of the hub, so that missing files can be downloaded."""
-    return not Path(config.model.pretrained_model_name_or_path).is_dir()
+    name = config.model.pretrained_model_name_or_path
+    try:
+        return not Path(name).is_dir()
+    except PermissionError:  # of a folder in one that this user may not enter: `local_folder` says so
+        return hub.is_repository_id(name)
 
 
 def can_download(config: RunConfig) -> bool:
