@@ -31,8 +31,9 @@ def config_beside(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=str(beside)) from error
     config = parsed(text, CONFIG_BESIDE, beside)
-    if config.get("peft_type") not in _KINDS:
-        what = f"its peft_type is {config.get('peft_type')!r}; {' and '.join(_KINDS)} are read"
+    kind = config.get("peft_type", "missing")
+    if kind not in _KINDS:
+        what = f"its peft_type is {kind}; {' and '.join(_KINDS)} are read"
         raise DataError(what, where=str(beside), remedy=_REMEDY)
     require_rank_and_alpha(config, beside)
     return config
