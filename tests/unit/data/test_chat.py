@@ -223,20 +223,18 @@ def test_parquet_without_pyarrow_says_what_to_install(
 def test_parquet_rows_are_read_as_lines_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pyarrow is not among the packages that tests need: this table answers as its own does."""
 
-    class Table:
-        column_names = ("id", "messages")
-
-        def select(self, columns: list[str]) -> Any:
-            assert columns == ["messages"]
-            return SimpleNamespace(to_pylist=lambda: [GOOD, messages(ASKED), {"messages": None}])
-
-    def read_table(path: Path) -> Table:
+    def read_schema(path: Path) -> Any:
         if path.name != "a.parquet":
             raise ValueError("Parquet magic bytes not found")
-        return Table()
+        return SimpleNamespace(names=["id", "messages"])
 
+    def read_table(path: Path, *, columns: list[str]) -> Any:
+        assert columns == ["messages"]
+        return SimpleNamespace(to_pylist=lambda: [GOOD, messages(ASKED), {"messages": None}])
+
+    table = SimpleNamespace(read_schema=read_schema, read_table=read_table)
     monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", SimpleNamespace(read_table=read_table))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", table)
     found = problems(tmp_path / "a.parquet", tmp_path / "b.parquet")
     assert [(where, what.partition(":")[0].partition(" (")[0]) for where, what, _ in found] == [
         (str(tmp_path / "b.parquet"), "cannot be read as parquet"),

@@ -257,18 +257,19 @@ def test_files_of_different_formats_are_sets_beside_each_other(tmp_path: Path) -
 
 
 def test_a_table_of_alpaca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the columns that a format reads are made objects of."""
+    """Only the columns that a format reads are loaded."""
     selected: list[str] = []
 
-    class Table:
-        column_names = ("id", "output", "instruction", "embedding")
+    def read_schema(path: Path) -> Any:
+        return SimpleNamespace(names=["id", "output", "instruction", "embedding"])
 
-        def select(self, columns: list[str]) -> Any:
-            selected.extend(columns)
-            return SimpleNamespace(to_pylist=lambda: [{"instruction": "Hi", "output": "Hello!"}])
+    def read_table(path: Path, *, columns: list[str]) -> Any:
+        selected.extend(columns)
+        return SimpleNamespace(to_pylist=lambda: [{"instruction": "Hi", "output": "Hello!"}])
 
+    table = SimpleNamespace(read_schema=read_schema, read_table=read_table)
     monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", SimpleNamespace(read_table=lambda path: Table()))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", table)
     (record,) = scan(tmp_path / "a.parquet")
     assert json.loads(record.caption) == [ASKED, ANSWERED]
     assert sorted(selected) == ["instruction", "output"]
