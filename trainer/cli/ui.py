@@ -6,12 +6,16 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from trainer.cli.options import GivenPath
 from trainer.cli.output import shown_below_options
 from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainer.ui.studio import Studio
 
 DEFAULT_PORT = 8660
 STATE_FOLDER = ".studio"
@@ -82,20 +86,8 @@ def ui(
 
         what = f"the package {package} is not installed"
         raise ConfigError(what, where="trainer ui", remedy=extras.remedy("ui")) from error
-    from trainer.config import environment
-    from trainer.ui.studio import Studio
-
-    # as a job's run folder, with which they are compared
     named = (folder or runs / STATE_FOLDER, runs, data, models)
-    own, runs, data, models = (Path(os.path.realpath(path)) for path in named)
-    studio = Studio(
-        folder=own,
-        runs=runs,
-        data=data,
-        models=models,
-        runtime=environment.runtime_dir(),
-        starts_runs=not runs_elsewhere,
-    )
+    studio = _studio(*named, starts_runs=not runs_elsewhere)
     # the link is no output that `say` would clean of secrets: it is made to be copied
     starts = queue and not runs_elsewhere
     _end_with_zero()
@@ -107,6 +99,22 @@ def ui(
         queue=starts,
         published=published,
         tell=click.echo,
+    )
+
+
+def _studio(folder: Path, runs: Path, data: Path, models: Path, *, starts_runs: bool) -> Studio:
+    from trainer.config import environment
+    from trainer.ui.studio import Studio
+
+    # as a job's run folder, with which they are compared
+    folder, runs, data, models = (Path(os.path.realpath(path)) for path in (folder, runs, data, models))
+    return Studio(
+        folder=folder,
+        runs=runs,
+        data=data,
+        models=models,
+        runtime=environment.runtime_dir(),
+        starts_runs=starts_runs,
     )
 
 
