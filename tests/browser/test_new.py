@@ -14,6 +14,7 @@ import pytest
 from playwright.sync_api import BrowserContext, Page, expect
 
 from tests.browser.conftest import FACTS, ROOT, Full, Running, Watched, logged_in
+from tests.unit.ui import made
 
 pytestmark = pytest.mark.browser
 NewContext = Callable[..., BrowserContext]
@@ -274,3 +275,36 @@ def test_without_scripts_the_form_is_planned_and_added_to_the_queue(
     expect(page.locator("#plan")).to_contain_text("by-hand")
     page.get_by_role("button", name="Add by-hand to the queue").click()
     expect(page.get_by_role("status")).to_contain_text("by-hand is in the queue")
+
+
+def test_a_tick_to_go_on_with_a_run_stays_while_the_form_is_typed(
+    start: Callable[..., Running],
+    new_context: NewContext,
+    watched: Watched,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRAINER_QUEUE_DIR", str(tmp_path / "queue"))
+    monkeypatch.setenv("TRAINER_PROFILE", "cpu")  # the queue asks this machine for its GPUs
+    watched.allowed.append("status of 422")
+    run = made.make_run(tmp_path / "runs/mine", done=120)
+    made.checkpoint(run, 120)
+    made.ended(run, 75)
+    page = opened(new_context, start(tmp_path), "quickstart")
+    page.locator("[name='output_dir']").fill("mine")
+    tick = page.get_by_label("Go on with the run in this folder")
+    expect(tick).not_to_be_checked()
+    add = page.get_by_role("button", name="Add mine to the queue")
+    add.click()
+    expect(page.locator("body")).to_contain_text("name another folder, or tick")
+    tick.check()
+    page.locator("[name='train.max_train_steps']").fill("2000")
+    expect(page.locator("#occupied")).to_contain_text("from step 120 to step 2000")
+    expect(tick).to_be_checked()
+    page.locator("[name='output_dir']").fill("other")
+    expect(tick).to_have_count(0)
+    page.locator("[name='output_dir']").fill("mine")
+    expect(tick).not_to_be_checked()
+    tick.check()
+    add.click()
+    expect(page.get_by_role("status")).to_contain_text("it goes on with the run in")

@@ -122,6 +122,7 @@ def test_verify_lora_repeats_the_proof_on_a_fresh_base(
     spec = dataclasses.replace(done.job.spec, mode="verify", lora_file=str(lora_file(done)))
     run.verify_file(dataclasses.replace(done.job.context, say=said.append), spec)
     told = json.loads(lora_file(done).with_suffix(".proof.json").read_text())
+    assert told["step"] == done.job.context.config.train.max_train_steps
     assert said[-1].startswith("verified: ")
     assert f"changes the model's output by {100 * told['effect']:.3g} %" in said[-1]
 
@@ -229,7 +230,7 @@ def test_a_lora_that_learned_nan_is_never_called_proved(
     with torch.no_grad():
         next(iter(built.updater.parameters.values())).view(-1)[0] = float("nan")
     with pytest.raises(DivergedError):
-        proof.export_lora(context, built.model)
+        proof.export_lora(context, built.model, 3)
     assert not list(context.run_dir.glob("lora/*.proof.json"))
 
 
@@ -251,7 +252,7 @@ def test_a_proved_lora_stays_whatever_becomes_of_its_twin(
     with monkeypatch.context() as patch:
         patch.setattr(proof, "write_comfyui", full)
         with pytest.raises(NoSpaceError):
-            proof.export_lora(context, built.model)
+            proof.export_lora(context, built.model, 3)
     path = old.with_name(f"{context.run_dir.name}.safetensors")
     assert path.read_bytes() == lora_file(finished(case)).read_bytes()
     assert path.with_name(f"{path.name.removesuffix('.safetensors')}.proof.json").exists()
@@ -259,7 +260,7 @@ def test_a_proved_lora_stays_whatever_becomes_of_its_twin(
     said: list[str] = []
     nameless = dataclasses.replace(context.family, comfyui_keys=lambda module: None)
     told = dataclasses.replace(context, family=nameless, say=said.append)
-    _, twin, _ = proof.export_lora(told, built.model)
+    _, twin, _ = proof.export_lora(told, built.model, 3)
     assert twin is None and path.exists() and not old.exists()
     assert any(one.startswith("no file for ComfyUI: it has no name for") for one in said)
 
@@ -273,10 +274,29 @@ def test_comfyui_has_a_name_for_every_layer_that_can_have_an_adapter(name: str) 
     assert None not in keys and len(set(keys)) == len(keys)
 
 
+def test_a_run_that_was_renamed_and_trained_on_has_one_lora(workshop: Workshop, tmp_path: Path) -> None:
+    short = ("train.max_train_steps=1", "validation.prompts=[]", "validation.held_out=0")
+    first = workshop.job(LORA_CASES[0], tmp_path, *short)
+    first.train()
+    folder = first.context.run_dir / "lora"
+    other = folder / "other.safetensors"  # of another run, by its metadata
+    save_file(load_file(folder / "run.safetensors"), other, {"family": "flux1_dev", "seed": "77"})
+    other.with_suffix(".proof.json").write_text("{}")
+    renamed = first.context.run_dir.rename(tmp_path / "renamed")
+    more = (*short, "train.max_train_steps=2", f"output_dir={renamed}")
+    again = workshop.job(LORA_CASES[0], tmp_path, *more)
+    again.train()
+    assert {path.name for path in (renamed / "lora").glob("*.safetensors")} == {
+        "renamed.safetensors", "renamed.comfyui.safetensors", "other.safetensors",
+    }  # fmt: skip
+    assert not (renamed / "lora" / "run.proof.json").exists()
+    assert any("renamed.safetensors replaces run.safetensors" in line for line in again.said)
+
+
 def test_an_untrained_lora_is_no_result(lora_case: Case, workshop: Workshop, tmp_path: Path) -> None:
     context = workshop.job(lora_case, tmp_path).context
     with pytest.raises(DivergedError, match="the trained LoRA is zero") as caught:
-        proof.export_lora(context, build(context).model)
+        proof.export_lora(context, build(context).model, 3)
     assert caught.value.exit_code is ExitCode.DIVERGED
     assert "train more steps" in caught.value.problems[0].remedy
 

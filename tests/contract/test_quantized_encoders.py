@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.contract.runs import LORA_CASES, Case, Job, Workshop, draws
+from trainer.engine.caching.entries import _parts as parts_of
 from trainer.engine.caching.entries import list_entries
 from trainer.engine.caching.fill import fill_cache
 
@@ -19,6 +20,24 @@ def stored(job: Job, kind: str) -> Job:
     """The same job with its plan's text encoders stored as `kind`."""
     plan = dataclasses.replace(job.context.plan, text_encoder_weights=kind)
     return dataclasses.replace(job, context=dataclasses.replace(job.context, plan=plan))
+
+
+def parts_in(job: Job, dtype: str, kind: str) -> dict[str, str]:
+    """The parts of text entries' keys in this type, with encoders stored as `kind`."""
+    plan = dataclasses.replace(job.context.plan, dtype=dtype, text_encoder_weights=kind)
+    return parts_of(dataclasses.replace(job.context, plan=plan), "text")
+
+
+@pytest.mark.parametrize("case", CASES[:1], ids=str)
+def test_entries_of_fp16_encoders_that_overflowed_are_not_taken(
+    case: Case, workshop: Workshop, tmp_path: Path
+) -> None:
+    """They were finite and wrong; all other keys are as they were."""
+    job = workshop.job(case, tmp_path, "validation.prompts=[]")
+    assert not job.context.source.random_components
+    assert parts_in(job, "fp16", "int8")["kept_in_fp32"] == "yes"
+    for dtype, kind in (("fp16", "fp16"), ("bf16", "int8"), ("fp32", "nf4")):
+        assert "kept_in_fp32" not in parts_in(job, dtype, kind)
 
 
 @pytest.mark.parametrize("case", CASES[:1], ids=str)

@@ -24,6 +24,8 @@ from tests.contract.runs import (
 )
 from trainer.engine.caching.entries import list_entries
 from trainer.errors import ConfigError, DataError, DivergedError
+from trainer.files import codec
+from trainer.planning.plan import Decision
 from trainer.telemetry.status import Phase
 
 CASE = LORA_CASES[0]
@@ -175,11 +177,20 @@ def test_captions_stay_encoded_as_they_were(
 
     folder = Path(shutil.copytree(four_steps, tmp_path / "copy"))
     job = workshop.job(CASE, folder, *LONGER)
-    plan = dataclasses.replace(job.context.plan, text_encoder_weights="nf4")
-    job = dataclasses.replace(job, context=dataclasses.replace(job.context, plan=plan))
+    row = Decision("text_encoders", "nf4", "auto", "fp32 needs more")
+    rows = (*job.context.plan.decisions, row)
+    plan = dataclasses.replace(job.context.plan, text_encoder_weights="nf4", decisions=rows)
+    spec = dataclasses.replace(job.spec, plan_text=codec.to_json(plan))
+    job = dataclasses.replace(job, context=dataclasses.replace(job.context, plan=plan), spec=spec)
     job.train()
     assert "captions stay encoded in fp32, as the run began; this start alone would take nf4" in job.said
     assert any(line.endswith(" 0 encoded") for line in job.said)
+    written = json.loads((job.folder / "plan.json").read_text())
+    assert written["text_encoder_weights"] == "fp32"
+    told = [one for one in written["decisions"] if one["feature"] == "text_encoders"]
+    assert [(one["value"], one["reason"]) for one in told] == [
+        ("fp32", "as the run began; this start alone would take nf4")
+    ]
 
 
 def test_captions_stay_encoded_as_they_were_where_a_run_has_no_checkpoint(
@@ -225,6 +236,42 @@ def test_a_run_resumed_from_elsewhere_that_diverges_names_the_checkpoint_it_came
     with pytest.raises(DivergedError) as caught:
         workshop.job(CASE, tmp_path, *LONGER, f"checkpoint.resume_from_checkpoint={elsewhere}").train()
     assert "the checkpoint of step 4 is intact" in str(caught.value)
+
+
+def test_a_run_that_began_from_a_named_checkpoint_goes_on_with_the_same_command(
+    workshop: Workshop, four_steps: Path, tmp_path: Path
+) -> None:
+    """A job that is evicted is started again as it was: it was refused for its own later checkpoint."""
+    saved = four_steps / "run" / "checkpoints"
+    named = shutil.copytree(saved / "step-000004", tmp_path / "elsewhere" / "step-000004")
+    by_name, folder = f"checkpoint.resume_from_checkpoint={named}", tmp_path / "new"
+    workshop.job(CASE, folder, *LONGER, by_name).train()
+    again = workshop.job(CASE, folder, *QUICK, "train.max_train_steps=7", by_name)
+    again.train()
+    assert f"this run began from {named}: it goes on from its own step-000006" in again.said
+    other = f"checkpoint.resume_from_checkpoint={saved / 'step-000002'}"
+    with pytest.raises(ConfigError, match="holds later checkpoints"):
+        workshop.job(CASE, folder, *QUICK, other).train()
+    shutil.rmtree(named)  # as its own run prunes it
+    last = workshop.job(CASE, folder, *QUICK, "train.max_train_steps=8", by_name)
+    last.train()
+    assert f"this run began from {named}: it goes on from its own step-000007" in last.said
+    with pytest.raises(ConfigError, match="there is no folder"):
+        workshop.job(CASE, folder, *QUICK, f"{by_name}-other").train()
+
+
+def test_a_named_checkpoint_does_not_go_on_among_the_results_of_another_run(
+    workshop: Workshop, four_steps: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(four_steps, tmp_path / "copy"))
+    shutil.rmtree(folder / "run" / "checkpoints")
+    record = folder / "run" / "run.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "seed": "5"}))
+    before = files(folder / "run", "**/*")
+    named = four_steps / "run" / "checkpoints" / "step-000004"
+    with pytest.raises(ConfigError, match="seed: the checkpoint has '5'"):
+        workshop.job(CASE, folder, *LONGER, f"checkpoint.resume_from_checkpoint={named}").train()
+    assert not different(files(folder / "run", "**/*"), before)
 
 
 MEASURED = (

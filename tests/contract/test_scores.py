@@ -155,6 +155,9 @@ def test_a_run_ends_where_its_previews_get_no_better(
     assert end is not None and end < 30, "the case is too easy: it never ends early"
     assert max(values) == end
     assert any(line.startswith(f"early stop at step {end}: {monitor} never rose above ") for line in job.said)
+    # by which the alert on runs that ended early knows it as finished
+    published = (tmp_path / "runtime" / METRICS_FILE).read_text().splitlines()
+    assert {f"trainer_step {end}.0", f"trainer_planned_steps {end}.0"} <= set(published)
 
 
 @pytest.mark.parametrize(

@@ -242,12 +242,12 @@ def reads_unstaged() -> None:
 
     real = proof.export_lora
 
-    def export(context: Any, model: Any) -> Any:
+    def export(context: Any, model: Any, step: int) -> Any:
         block = next(one for one in model.modules() if isinstance(one, _StagedBlock))
         block.staged.empty()
         weight = next(one for one in block.parameters() if not one.requires_grad and one.ndim == 2)
         weight.clone()  # ends the process, where nobody guards it
-        return real(context, model)
+        return real(context, model, step)
 
     proof.export_lora = export
 

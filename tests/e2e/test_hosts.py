@@ -123,6 +123,19 @@ def test_hosts_with_folders_of_their_own_stop_together_and_go_on_on_one_and_on_t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 2, 50])
+def test_a_loss_that_is_not_finite_ends_all_hosts_with_its_code(
+    every: int, start: Start, tmp_path: Path
+) -> None:
+    """Seen by rank 0 alone where that writes a line, else by all of them in the next step."""
+    both = start_hosts(start, FIRST, tmp_path, "lora.alpha=1e30", f"train.log_every_steps={every}", TWO)
+    for process in both:
+        code, errors = process.end()
+        assert code == ExitCode.DIVERGED, errors
+        assert "Traceback" not in errors
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_stop_of_one_host_before_training_is_a_stop_of_all(
     asked: int, start: Start, tmp_path: Path

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,9 @@ from trainer.engine.optimizing.split_adamw import (
     seed_of,
     update_halves,
 )
+from trainer.engine.ranks import ALONE
+from trainer.engine.records import checkpoint
+from trainer.engine.training.state import restore
 from trainer.modeling.vision import make_torchvision_importable
 
 make_torchvision_importable()
@@ -196,3 +201,30 @@ def test_a_checkpoint_of_optimis_kernel_goes_on() -> None:
         oracle.step()
     moved, wanted = joined(held.detach(), updater.state()["w/low"]) - exact, twin.detach() - before
     assert (moved - wanted).norm() / wanted.norm() < 0.03
+
+
+def test_going_on_takes_no_more_memory_than_the_next_steps(tmp_path: Path) -> None:
+    """Eight bytes a parameter lie on the device; a checkpoint that was read onto it would add as many."""
+    counts, none = [2**22] * 8, torch.zeros((), device=DEVICE)
+
+    def fresh() -> Updater:
+        parameters = {str(number): torch.nn.Parameter(start(count)) for number, count in enumerate(counts)}
+        return Updater(parameters, TrainSection(), KIND)
+
+    first = fresh()
+    for parameter in first.parameters.values():
+        parameter.grad = gradient(parameter.numel(), 1)
+    first.step(RATE, none)
+    snapshot = checkpoint.Snapshot(step=1, interval_loss=0.0, interval_steps=1, fingerprint={})
+    given = {"least_bytes": 0, "keep": 1, "on_tensor": lambda: None}
+    folder = checkpoint.save(tmp_path, snapshot, *first.saved(), **given)
+    wanted = {name: value.cpu() for name, value in first.state().items()}
+    del first
+    second = fresh()
+    torch.cuda.reset_peak_memory_stats()
+    status = SimpleNamespace(beat=lambda phase: None)
+    context: Any = SimpleNamespace(device=DEVICE, ranks=ALONE, status=status, say=lambda text: None)
+    begun: Any = SimpleNamespace(found=(folder, snapshot))
+    restore(context, second, begun)
+    assert torch.cuda.max_memory_allocated() < 9 * sum(counts)
+    assert all(torch.equal(value.cpu(), wanted[name]) for name, value in second.state().items())

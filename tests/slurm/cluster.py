@@ -22,6 +22,8 @@ NODES = (socket.gethostname(), f"{socket.gethostname()}-2")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 KILL_WAIT_SECONDS = 20
 PATIENCE_SECONDS = 120.0
+SLOW = "slow"
+"""File in the cluster's folder for as long as which nodes do not get ready."""
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost=localhost
@@ -47,6 +49,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
 KillWait={kill_wait}
+Prolog={folder}/prolog
 MinJobAge=600
 GresTypes=gpu
 NodeName=DEFAULT CPUs=2 RealMemory=4000 Gres=gpu:2
@@ -125,6 +128,8 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         folder=folder, ports=ports, nodes=NODES, kill_wait=KILL_WAIT_SECONDS, machine=NODES[0]
     )
     (folder / "slurm.conf").write_text(text)
+    (folder / "prolog").write_text(f"#!/bin/sh\nwhile [ -e {folder}/{SLOW} ]; do sleep 0.2; done\n")
+    (folder / "prolog").chmod(0o755)
     (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
     cluster = Slurm(folder=folder, environment={**os.environ, "SLURM_CONF": str(folder / "slurm.conf")})
     own = [f"--{name}={munge}/{file}" for name, file in

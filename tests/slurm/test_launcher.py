@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import PATIENCE_SECONDS, ROOT, Slurm
+from tests.slurm.cluster import PATIENCE_SECONDS, ROOT, SLOW, Slurm
 
 pytestmark = pytest.mark.slurm
 STAND_IN = f"{sys.executable} -m tests.slurm.stand_in"
@@ -65,6 +65,23 @@ def test_a_job_is_stopped_held_released_and_finished(cluster: Slurm, queue: Queu
     assert queue("list").strip() == "no jobs"
 
 
+def test_a_job_whose_nodes_get_ready_is_stopped(cluster: Slurm, queue: Queue, tmp_path: Path) -> None:
+    """There is no step yet that a signal would reach."""
+    slow = cluster.folder / SLOW
+    slow.touch()
+    try:
+        name = added(queue, tmp_path / "cats", "--slurm=", CODES=";0")
+        row(queue, name, "running")
+        queue("stop", name)
+    finally:
+        slow.unlink()
+    assert "held state" in row(queue, name, "held")
+    assert "begins" not in queue("log", name)
+    queue("hold", name, "--release")
+    cluster.start_now(name.removeprefix("slurm-"))
+    row(queue, name, "finished")
+
+
 def test_a_job_waits_with_slurms_reason_and_fails_with_its_code(queue: Queue, tmp_path: Path) -> None:
     held = added(queue, tmp_path / "held", "--slurm=", "--held", CODES="70")
     assert "JobHeld" in row(queue, held, "held")
@@ -89,3 +106,9 @@ def test_slurm_gives_gpus_by_the_configuration(cluster: Slurm, queue: Queue, tmp
     name = added(queue, tmp_path / "cats", *words, TRAINER_PROFILE="generic-cuda")
     told = cluster.ask("scontrol", "show", "job", name.removeprefix("slurm-"))
     assert "gres:gpu:2" in told and f"WorkDir={ROOT}" in told
+
+
+def test_gpus_that_the_user_names_are_what_slurm_gives(cluster: Slurm, queue: Queue, tmp_path: Path) -> None:
+    name = added(queue, tmp_path / "cats", "--slurm=--gres=gpu:2", "--held", TRAINER_PROFILE="generic-cuda")
+    told = cluster.ask("scontrol", "show", "job", name.removeprefix("slurm-"))
+    assert "TresPerNode=gres:gpu:2" in told

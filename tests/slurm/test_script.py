@@ -84,6 +84,19 @@ def test_what_goes_before_it_has_it_save_and_go_on_later(cluster: Slurm) -> None
     cluster.wait(job, state="COMPLETED")
 
 
+def test_starts_after_preemptions_are_no_lost_machines(cluster: Slurm) -> None:
+    job = cluster.submit("my.yaml", options=TWO, LAUNCH=STAND_IN, MAX_RESTARTS="1", CODES=";76,76;0,0")
+    cluster.wait(job, state="RUNNING", text="begins", times=2)
+    urgent = cluster.ask("sbatch", "--parsable", "--partition=urgent", *TWO, "--output=/dev/null", "--wrap=:")
+    cluster.wait(job, state="PENDING", text="saved for a job that goes before it")
+    cluster.wait(urgent.strip(), state="COMPLETED")
+    cluster.start_now(job)
+    cluster.wait(job, state="PENDING", text="exit code 76: goes on from the newest checkpoint")
+    cluster.start_now(job)
+    cluster.wait(job, state="COMPLETED")
+    assert not list(cluster.folder.glob(f"{job}.log.tries"))
+
+
 def test_a_job_that_was_held_while_it_ran_is_held_when_it_is_queued_again(cluster: Slurm) -> None:
     """By which the queue's stop holds a job that is preempted in the same moment."""
     job = cluster.submit("my.yaml", options=TWO, LAUNCH=STAND_IN, CODES=";0,0")

@@ -70,9 +70,12 @@ def show(folder: Path, as_csv: bool) -> None:
 
     Metrics are those of validation.metrics, which `trainer score --help` explains.
     """
+    from trainer.files import atomic
     from trainer.telemetry.runs import is_run
 
-    if not is_run(folder):
+    with atomic.reading_told(folder):
+        accepted = is_run(folder)
+    if not accepted:
         remedy = "name the output_dir of one run; `trainer runs list` finds them below a folder"
         raise ConfigError("no run is in this folder", where=str(folder), remedy=remedy)
     (run,) = _read([folder], passing_over=False)
@@ -99,13 +102,11 @@ def compare(folders: tuple[Path, ...], as_csv: bool, plot: Path | None) -> None:
       trainer runs compare runs/rank-16 runs/rank-32
       trainer runs compare runs --csv > compared.csv
     """
-    from trainer.config.reading.paths import differences
-    from trainer.telemetry.runs import labels
+    from trainer.telemetry.runs import differing_settings, labels
 
     found = _read(folders, passing_over=False)
     rows = [["", *labels(found)]]
-    differ = differences([run.config for run in found], [run.working_folder for run in found])
-    rows += [[key, *values] for key, values in differ.items() if key != "output_dir"]
+    rows += [[key, *values] for key, values in differing_settings(found).items() if key != "output_dir"]
     rows += [[column, *(run.figures[column] for run in found)] for column in found[0].figures]
     _print(rows, as_csv=as_csv)
     _plot(found, plot)

@@ -100,11 +100,16 @@ def score(as_json: bool, **given: object) -> None:
 
 
 def _config_of(run: Path) -> RunConfig:
-    """The configuration that a run was trained with. Raises ConfigError where the folder has none."""
+    """The configuration that a run was trained with. Raises ConfigError where the folder has none,
+    StorageError where it may not be read.
+    """
+    from trainer.files import atomic
     from trainer.telemetry.rundir import CONFIG_FILE
     from trainer.telemetry.runs import is_run
 
-    if not is_run(run):
+    with atomic.reading_told(run):
+        accepted = is_run(run)
+    if not accepted:
         remedy = f"name the output_dir of a run, which has a {CONFIG_FILE}, or --pictures DIR"
         raise ConfigError("no run is in this folder", where=str(run), remedy=remedy)
     return Layers(configs=[run / CONFIG_FILE]).load(variables=False).config

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from trainer.cli.options import GivenPath
 from trainer.cli.output import shown_below_options
 from trainer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from trainer.ui.studio import Studio
 
 DEFAULT_PORT = 8660
 STATE_FOLDER = ".studio"
@@ -76,18 +73,22 @@ def ui(
     No other address is ever asked. Runs are processes of their own, and outlive the studio; jobs that wait in
     the queue are started for as long as it is open (queue.log in its folder says which).
     """
-    try:
-        from trainer.ui.serve import serve
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _PACKAGES:
-            raise
-        from trainer.words import extras
+    _require_packages()
+    from trainer.config import environment
+    from trainer.ui.serve import serve
+    from trainer.ui.studio import Studio
 
-        what = f"the package {package} is not installed"
-        raise ConfigError(what, where="trainer ui", remedy=extras.remedy("ui")) from error
+    # as a job's run folder, with which they are compared
     named = (folder or runs / STATE_FOLDER, runs, data, models)
-    studio = _studio(*named, starts_runs=not runs_elsewhere)
+    own, runs, data, models = (Path(os.path.realpath(path)) for path in named)
+    studio = Studio(
+        folder=own,
+        runs=runs,
+        data=data,
+        models=models,
+        runtime=environment.runtime_dir(),
+        starts_runs=not runs_elsewhere,
+    )
     # the link is no output that `say` would clean of secrets: it is made to be copied
     starts = queue and not runs_elsewhere
     _end_with_zero()
@@ -102,20 +103,18 @@ def ui(
     )
 
 
-def _studio(folder: Path, runs: Path, data: Path, models: Path, *, starts_runs: bool) -> Studio:
-    from trainer.config import environment
-    from trainer.ui.studio import Studio
+def _require_packages() -> None:
+    """Raise ConfigError where the extra `ui` is not installed."""
+    try:
+        importlib.import_module("trainer.ui.serve")
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _PACKAGES:
+            raise
+        from trainer.words import extras
 
-    # as a job's run folder, with which they are compared
-    folder, runs, data, models = (Path(os.path.realpath(path)) for path in (folder, runs, data, models))
-    return Studio(
-        folder=folder,
-        runs=runs,
-        data=data,
-        models=models,
-        runtime=environment.runtime_dir(),
-        starts_runs=starts_runs,
-    )
+        what = f"the package {package} is not installed"
+        raise ConfigError(what, where="trainer ui", remedy=extras.remedy("ui")) from error
 
 
 def _end_with_zero() -> None:

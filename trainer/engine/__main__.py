@@ -34,7 +34,7 @@ from trainer.planning.plan import Plan
 from trainer.telemetry import control, log
 from trainer.telemetry.progress import bars, silence
 from trainer.telemetry.run_folder import process
-from trainer.telemetry.rundir import require_no_links
+from trainer.telemetry.rundir import require_own_names
 from trainer.telemetry.status import BUDGET_SECONDS, Phase, StatusWriter
 from trainer.telemetry.stop import StopFlag, die_with_parent
 from trainer.telemetry.streams import outlive_readers
@@ -95,7 +95,7 @@ def _make_folder(config: RunConfig, spec: Spec, rank: int) -> None:
     """Make the run's folder, and log there from now on. Raises ConfigError where it cannot be written."""
     try:
         config.output_dir.mkdir(parents=True, exist_ok=True)
-        require_no_links(config.output_dir)
+        require_own_names(config.output_dir)
         log.setup(config.output_dir, rank, host=spec.host)
     except OSError as error:
         raise ConfigError(

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import json
 import logging
 import os
 from pathlib import Path
@@ -44,9 +43,10 @@ from trainer.engine.training.preview import draw_previews, drop_previews_after, 
 from trainer.engine.training.scores import make_scorer, score_previews
 from trainer.engine.training.work import counter
 from trainer.errors import DataError, EndedTogether, PeerLostError, Problem
-from trainer.files import atomic
+from trainer.files import atomic, codec
 from trainer.modeling.base.source import pinned
 from trainer.modeling.storage.shared_memory import peak_bytes
+from trainer.planning.choose import encoding
 from trainer.telemetry import locks
 from trainer.telemetry.run_folder import process
 from trainer.telemetry.run_folder.plan import PLAN_FILE
@@ -141,7 +141,7 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     tracker = start_tracker(context) if context.ranks.first else None  # before minutes of loading
     context.ranks.connect(context.device)
     writes = context.ranks.first and not start.relabels
-    tell_link(context, spec.plan_text, context.run_dir / PLAN_FILE if writes else None)
+    tell_link(context, context.run_dir / PLAN_FILE if writes else None)
     built = build(context, varies(context, entries))
     context, before = built.context, None
     if context.config.method == "full":  # its proof has no adapter to take off
@@ -201,7 +201,7 @@ def _start(context: Context, samples: Samples) -> resume.Start:
         found = {**vars(start), "context": start.context.plan.text_encoder_weights}
     found = context.ranks.from_first(found)
     # the rest of the plan is this host's own
-    plan = dataclasses.replace(context.plan, text_encoder_weights=found["context"])
+    plan = encoding.kept(context.plan, found["context"])
     start = resume.Start(**{**found, "context": dataclasses.replace(context, plan=plan)})
     return folders.with_checkpoint(context, start)
 
@@ -227,7 +227,7 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
     run.journal.phase(Phase.SAVE)
     with rounds.beside_training(run):
         if before is None:
-            path, comfyui, result = proof.export_lora(context, model)
+            path, comfyui, result = proof.export_lora(context, model, step)
             prove_best(context, model, run.held_out, path)
             _hand_out(context, path)
             files = f"{path}" if comfyui is None else f"{path} (diffusers), {comfyui} (ComfyUI)"
@@ -307,12 +307,11 @@ def _all_damaged(run: state.Run, first: DamagedEntryError) -> DamagedEntryError:
 def _write_run_files(context: Context, spec: Spec, start: resume.Start) -> None:
     supervisor = os.getpid() if spec.supervisor_pid is None else spec.supervisor_pid
     process.begin(context.run_dir, supervisor=supervisor, runtime_dir=Path(spec.runtime_dir))
-    record = json.dumps(start.fingerprint, indent=1, sort_keys=True) + "\n"
-    atomic.write_text(context.run_dir / resume.RUN_FILE, record)
+    atomic.write_text(context.run_dir / resume.RUN_FILE, resume.record_text(start))
     config_file = context.run_dir / CONFIG_FILE
     if not (start.relabels and config_file.is_file()):
         atomic.write_text(config_file, redacted(dump(pinned(context.config, context.source))))
-        atomic.write_text(context.run_dir / PLAN_FILE, redacted(spec.plan_text))
+        atomic.write_text(context.run_dir / PLAN_FILE, redacted(codec.to_json(context.plan)))
     decisions: dict[str, object] = {row.feature: row.value for row in context.plan.decisions}
     logging.getLogger("trainer.run").info(
         "run folder %s", context.run_dir, extra={"fields": {"plan": decisions}}

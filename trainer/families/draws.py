@@ -60,13 +60,18 @@ def draw(settings: FlowSettings, positions: Sequence[int], latents: Header) -> D
 
     Where the scheduler has a dynamic shift, it is that of FLUX.1's and Qwen-Image's pipelines at this size.
     """
+    (_, height, width), mu = latents["mean"], None
+    if settings.scheduler["use_dynamic_shifting"]:
+        mu = dynamic_shift(settings.scheduler, height * width // 4)
+    return draw_samples(settings, positions, latents["mean"], mu=mu)
+
+
+def dynamic_shift(scheduler: Mapping[str, Any], tokens: int) -> float:
+    """The shift of noise levels in FLUX.1's and Qwen-Image's pipelines for so many tokens of a picture."""
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-    (_, height, width), config, mu = latents["mean"], settings.scheduler, None
-    if config["use_dynamic_shifting"]:
-        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-        mu = calculate_shift(height * width // 4, *(config[name] for name in names))
-    return draw_samples(settings, positions, latents["mean"], mu=mu)
+    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+    return float(calculate_shift(tokens, *(scheduler[name] for name in names)))
 
 
 def draw_samples(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import AccessError, DataError
+from trainer.errors import DataError
 from trainer.families import conversations
 from trainer.families.values import (
     ENDS,
@@ -23,6 +24,8 @@ from trainer.families.values import (
     Rows,
     Shape,
 )
+from trainer.files import atomic
+from trainer.modeling.adapter.peft_config import CONFIG_BESIDE, PEFT_PREFIX, config_beside
 
 if TYPE_CHECKING:
     import torch
@@ -36,9 +39,8 @@ USUAL_REACH = 2000
 """Mean length of the conversation that a token belongs to, among such conversations."""
 LOGITS_TOKENS = 512
 """Tokens whose logits exist at one time while the loss is computed."""
-ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", CONFIG_BESIDE
 """Names that PEFT prescribes."""
-_PEFT_PREFIX = "base_model.model."
 _NORMS_OF_HEADS = ("qwen3",)
 """Types of models whose blocks normalise each head's query and key."""
 
@@ -296,27 +298,34 @@ def save_adapter(
     from trainer.modeling.tensor_file import write_tensors
 
     path = folder / ADAPTER_FILE
-    write_tensors(path, {_PEFT_PREFIX + name: value for name, value in state.items()}, {"format": "pt"}, None)
+    write_tensors(path, {PEFT_PREFIX + name: value for name, value in state.items()}, {"format": "pt"}, None)
     values = {**config, "base_model_name_or_path": None, "inference_mode": True, "task_type": "CAUSAL_LM"}
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+    atomic.write_text(folder / ADAPTER_CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
     return path
 
 
 def load_adapter(model: Any, path: Path) -> None:
     """Add the adapter to a transformers model in place, in its dtype, from a file and the config beside it.
 
-    Raises AccessError where that config is missing, DataError where the file is another model's.
+    Raises AccessError where that config is missing, DataError where it is damaged, or the file another
+    model's.
     """
     from peft import PeftConfig, set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    from trainer.modeling.adapter.lora import ADAPTER, to_model_type
+    from trainer.modeling.adapter.lora import ADAPTER, adapter_state, to_model_type
 
-    if not (path.parent / ADAPTER_CONFIG).is_file():
-        what = f"{ADAPTER_CONFIG} is not beside the adapter, which cannot be read without it"
-        raise AccessError(what, where=str(path), remedy="copy both files into one folder")
-    state = {name.removeprefix(_PEFT_PREFIX): value for name, value in load_file(path).items()}
-    model.add_adapter(PeftConfig.from_pretrained(str(path.parent)), adapter_name=ADAPTER)
+    config, remedy = config_beside(path), "is it a LoRA of this base model?"
+    state = {name.removeprefix(PEFT_PREFIX): value for name, value in load_file(path).items()}
+    try:
+        model.add_adapter(PeftConfig.from_peft_type(**config), adapter_name=ADAPTER)
+    except (TypeError, ValueError, re.error) as error:
+        what = f"PEFT cannot add this adapter to the model ({error})"
+        raise DataError(what, where=str(path.with_name(ADAPTER_CONFIG)), remedy=remedy) from error
+    for name, value in adapter_state(model).items():
+        if name in state and state[name].shape != value.shape:
+            what = f"{name} is {tuple(state[name].shape)}, by {ADAPTER_CONFIG} and the model it is"
+            raise DataError(f"{what} {tuple(value.shape)}", where=str(path), remedy=remedy)
     loaded: Any = set_peft_model_state_dict(model, state, adapter_name=ADAPTER)
     to_model_type(model)
     missing = [name for name in loaded.missing_keys if f".{ADAPTER}." in name]
@@ -324,5 +333,5 @@ def load_adapter(model: Any, path: Path) -> None:
         raise DataError(
             f"the adapter does not fit the model, first {[*loaded.unexpected_keys, *missing][0]}",
             where=str(path),
-            remedy="is it a LoRA of this base model?",
+            remedy=remedy,
         )

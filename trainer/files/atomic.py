@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -30,13 +30,19 @@ _REMEDIES: dict[int, str] = {
     errno.EPERM: _REFUSED,
 }
 """Errors of a disk that is not full, those of a wrong path apart -> what to do."""
+_IN_THE_WAY: dict[int, str] = {
+    errno.EISDIR: "a folder stands where this file belongs: move it away, then start again to resume",
+    errno.ENOTDIR: "a file stands where a folder belongs: move it away, then start again to resume",
+}
+"""The same for what somebody else put in the place of what is written."""
 _GIB = 1024**3
+_PIECE_BYTES = 1 << 24
 
 
 @contextlib.contextmanager
 def no_space_told(path: Path) -> Iterator[None]:
     """Turn a disk's errors inside the block into StorageError that names `path`: NoSpaceError where it is
-    full or a quota is spent. Other errors keep their type.
+    full or a quota is spent. So are a folder in a file's place and the reverse; other errors keep their type.
     """
     try:
         yield
@@ -48,10 +54,11 @@ def no_space_told(path: Path) -> Iterator[None]:
                 where=str(path),
                 remedy="free space on that disk, or choose another one; files written earlier are untouched",
             ) from error
-        if code not in _REMEDIES:
+        remedy = _REMEDIES.get(code) or _IN_THE_WAY.get(code)
+        if remedy is None:
             raise
         what = f"{os.strerror(code)} while writing it; files written earlier are untouched"
-        raise StorageError(what, where=str(path), remedy=_REMEDIES[code]) from error
+        raise StorageError(what, where=str(path), remedy=remedy) from error
 
 
 @contextlib.contextmanager
@@ -67,6 +74,21 @@ def reading_told(path: Path) -> Iterator[None]:
         raise StorageError(f"{os.strerror(code)} while reading it", where=str(path), remedy=remedy) from error
 
 
+def copy_file(source: Path, target: Path) -> None:
+    """Copy the bytes of `source`, or of what it links to, to `target`. Raises StorageError that names the
+    file which its disk did not give or take.
+    """
+    with reading_told(source):
+        file = source.open("rb")
+    with file, no_space_told(target), target.open("wb") as copy:
+        while True:
+            with reading_told(source):
+                piece = file.read(_PIECE_BYTES)
+            if not piece:
+                return
+            copy.write(piece)
+
+
 @contextlib.contextmanager
 def writing(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     """Give a binary file that becomes `path` when the block ends, and vanishes when it raises.
@@ -74,8 +96,9 @@ def writing(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     With `sync` the bytes and the name are on the disk before this returns; without it only other processes
     are sure to see a whole file, which is enough for status files. Raises StorageError.
     """
-    # Process and thread in the name: two writers of one path must not share a temporary file.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
+    # Two writers of one path must not share a temporary file: numbers of processes and threads are equal in
+    # two containers that share a folder.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     with no_space_told(path):
         try:
             with temporary.open("wb") as file:
@@ -100,21 +123,40 @@ def write_text(path: Path, text: str, *, sync: bool = True) -> None:
 def whole_folder(target: Path) -> Iterator[Path]:
     """Give an empty folder that takes the place of `target` when the block ends, and vanishes when it raises.
 
-    Raises StorageError.
+    The older folder is kept aside until the new one is in its place: one that an interrupted call left aside
+    comes back first. Raises StorageError.
     """
     temporary = target.with_name(f"{target.name}.tmp")
+    # hidden: nobody's own copy, and nothing that a reader of `target`'s folder takes for a result
+    aside = target.with_name(f".{target.name}.old")
     shutil.rmtree(temporary, ignore_errors=True)
+    with no_space_told(target):
+        _put_back(aside, target)
     try:
         with no_space_told(target):
             temporary.mkdir(parents=True)
         yield temporary
         with no_space_told(target):
-            if target.exists():
-                shutil.rmtree(target)
+            if target.is_dir():
+                target.rename(aside)
             temporary.replace(target)
             sync_directory(target.parent)
+            if aside.is_dir():
+                shutil.rmtree(aside)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if aside.is_dir() and not target.exists():
+            aside.rename(target)
+
+
+def _put_back(aside: Path, target: Path) -> None:
+    """Give the folder that was kept aside its name again, or remove it where `target` was replaced whole."""
+    if not aside.is_dir():
+        return
+    if target.exists():
+        shutil.rmtree(aside)
+    else:
+        aside.rename(target)
 
 
 def unused_name(path: Path) -> Path:

@@ -15,8 +15,15 @@ from trainer.files import safetensors
 State = Literal["absent", "partial", "complete"]
 _ENDING = ".safetensors"
 _INDEX_ENDING = f"{_ENDING}.index.json"
-# diffusers' name and transformers': what their loaders read, whatever lies beside it
-_LIBRARY_FILES = (f"diffusion_pytorch_model{_ENDING}", f"model{_ENDING}")
+# diffusers' names and transformers', in the order in which their loaders look for them: with both in a folder
+# diffusers reads the index, transformers the single file
+_DIFFUSERS_FILE, _TRANSFORMERS_FILE = f"diffusion_pytorch_model{_ENDING}", f"model{_ENDING}"
+_LIBRARY_FILES = (
+    _DIFFUSERS_FILE.replace(_ENDING, _INDEX_ENDING),
+    _DIFFUSERS_FILE,
+    _TRANSFORMERS_FILE,
+    _TRANSFORMERS_FILE.replace(_ENDING, _INDEX_ENDING),
+)
 # the same weights once more, in the layout of a model's own code
 _OTHER_LAYOUT = re.compile(r"consolidated.*")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
@@ -50,19 +57,21 @@ class WeightFiles:
 
 
 def weight_files(folder: Path) -> WeightFiles:
-    """The safetensors files that hold the component: by its index, else by their names.
+    """The safetensors files that hold the component: those that its library reads, by an index or by name,
+    else by another index, else by their names.
 
     A file that no index names beside one, and the same weights in another layout, are left out; a link whose
     target is gone is a missing file. Raises AccessError for an index that cannot be read.
     """
     total = None
-    indexes = [path for path in folder.glob(f"*{_INDEX_ENDING}") if path.exists()]
-    if indexes:
-        libraries = [name + _INDEX_ENDING.removeprefix(_ENDING) for name in _LIBRARY_FILES]
-        names, total = _indexed(min(indexes, key=lambda path: (path.name not in libraries, path.name)))
+    indexes = sorted(path.name for path in folder.glob(f"*{_INDEX_ENDING}") if path.exists())
+    chosen = next((name for name in (*_LIBRARY_FILES, *indexes) if (folder / name).exists()), "")
+    if chosen.endswith(_INDEX_ENDING):
+        names, total = _indexed(folder / chosen)
     else:
         names = {path.name for path in folder.glob(f"*{_ENDING}")}
-        single = set([name for name in _LIBRARY_FILES if name in names][:1])
+        # without any that exists, the library's own is a link to a file that is gone
+        single = set([name for name in (chosen, *_LIBRARY_FILES) if name in names][:1])
         names = {name for name in names if not _OTHER_LAYOUT.fullmatch(name)} or names
         names = single or names | set(_siblings(names))
     here = {name: (folder / name).exists() for name in sorted(names)}

@@ -5,6 +5,7 @@ Quick enough for every plan; `base_load_check` builds, opens and reads what only
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,8 @@ from trainer.config.schema import RunConfig
 from trainer.errors import AccessError, ConfigError, Problem
 from trainer.families.family import Family
 from trainer.files.weight_files import weight_files
-from trainer.modeling.base.base import base_at, read_config
+from trainer.modeling.base.base import base_at, read_config, require_readable
+from trainer.modeling.base.hub import refusal_told
 from trainer.planning.plan import Decision
 from trainer.planning.shapes.geometry import table_component
 from trainer.planning.shapes.run_shapes import CONFIGS, roles
@@ -25,9 +27,24 @@ from trainer.words.sizes import GB
 # bytes of a value in the files of a base that is not here: the hub's bases are in bf16
 _STORED_BYTES = 2
 INDEX = "model_index.json"
+_SCHEDULER, _GENERATION = "scheduler_config.json", "generation_config.json"
 _REMEDY = "copy the component again, or run `trainer fetch` for a repository"
 # what scales latents: a class fills in another model's value where one of them is left out
 _SCALES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
+_HEADS = ("num_attention_heads", "num_heads")
+_FACTORS = ("scaling_factor", "latents_std")
+# values that previews take from there, as examples of their kinds
+_ANSWERS = dict.fromkeys(("do_sample", "use_cache", "output_hidden_states", "output_attentions"), False) | {
+    key: 1.0
+    for key in ("temperature", "top_k", "top_p", "repetition_penalty", "max_length", "max_new_tokens")
+}
+# counts of what is built one by one, and the most that any model has by far
+_BUILT = re.compile(r"(layers|blocks|depth)$|^layers_per_block$")
+_MOST_BUILT = 10_000
+_SIZES = re.compile(r"(size|dim|heads|channels)$")
+_EPSILON = re.compile(r"(^|_)(eps|epsilon)$")
+# numbers that published bases leave out, or say as null
+_OPTIONAL = {"head_dim": 64, "sliding_window": 4096}
 # where the name of a model ends in the name of one of transformers' classes
 _PURPOSE = re.compile(r"For|Model|Text|Encoder")
 
@@ -36,8 +53,16 @@ def check_base(family: Family, loaded: Loaded, folder: Path) -> tuple[str, ...]:
     """Warnings about the base model in `folder`, as far as it is there.
 
     Raises ConfigError (78) where it is another family's or attends over fewer tokens than conversations may
-    have, AccessError (77) where a component is of another class or its config is damaged, with every problem.
+    have, AccessError (77) where a component is of another class or its config is damaged, with every problem,
+    and where this user may not enter one.
     """
+    require_readable(folder, families.components(family))
+    with refusal_told(folder):
+        return _checked(family, loaded, folder)
+
+
+def _checked(family: Family, loaded: Loaded, folder: Path) -> tuple[str, ...]:
+    """Warnings of `check_base`, which raises the same."""
     said = _said(folder)
     warnings = tuple(_require_family(family, loaded, said))
     problems = [
@@ -48,7 +73,7 @@ def check_base(family: Family, loaded: Loaded, folder: Path) -> tuple[str, ...]:
     if problems:
         raise AccessError(problems)
     _require_window(family, loaded, folder)
-    return warnings
+    return (*warnings, *_without_dropout(family, folder))
 
 
 def require_trained(family: Family, folder: Path, where: str) -> None:
@@ -121,6 +146,14 @@ def _require_window(family: Family, loaded: Loaded, folder: Path) -> None:
         )
 
 
+def _without_dropout(family: Family, folder: Path) -> Iterator[str]:
+    """A warning where the base's config asks for attention dropout, which no base is trained with."""
+    path = folder / family.trained_component / "config.json"
+    rate = read_config(path).get("attention_dropout") if path.is_file() else None
+    if rate:
+        yield f"the base is trained without the attention_dropout of {rate} that {path} asks for"
+
+
 def _pipeline(said: Mapping[str, Any]) -> str:
     """The name of the whole: the class of a pipeline, or of a language model."""
     return str(said.get("_class_name") or next(iter(_architectures(said)), "model without a name"))
@@ -155,6 +188,9 @@ def _problems(
             what = f"it is a {entry[1]}, and {family.title} has a {named_class(family, name)}"
             yield folder / INDEX, what, other
             return
+    if name == "scheduler" and (path := folder / name / _SCHEDULER).is_file():
+        for what in _bad_values(read_config(path), read_config(CONFIGS / family.name / name / _SCHEDULER)):
+            yield path, what, _REMEDY
     path = folder / name / "config.json"
     if has_weights and path.is_file():
         theirs, ours = read_config(path), read_config(CONFIGS / family.name / name / "config.json")
@@ -162,10 +198,23 @@ def _problems(
             yield path, what, other
         for what in _bad_values(theirs, ours):
             yield path, what, _REMEDY
+        for (
+            key
+        ) in _HEADS:  # weights have the same shapes with any number of heads, and classes have a default
+            if name != family.trained_component and ours.get(key) is not None and theirs.get(key) is None:
+                yield path, f"it does not say {key}", _REMEDY
+        if name != family.trained_component and ours.get("eos_token_id") is not None:
+            for what in _bad_ids(theirs, "eos_token_id", required="eos_token_id" in theirs):
+                yield path, what, _REMEDY
+        if theirs.get("return_dict") is False:
+            yield path, "return_dict is False, and its outputs are read by their names", _REMEDY
         if roles(family)[name] == "vae":
-            for key in _SCALES:
-                if ours.get(key) is not None and theirs.get(key) is None:
-                    yield path, f"it does not say {key}, by which latents are scaled", _REMEDY
+            for what in _bad_scales(theirs, ours):
+                yield path, what, _REMEDY
+    path = folder / name / _GENERATION
+    if not name and path.is_file():
+        for what in _bad_generation(read_config(path)):
+            yield path, what, _REMEDY
 
 
 def _other_class(theirs: Mapping[str, Any], ours: Mapping[str, Any], wanted: str) -> Iterator[str]:
@@ -190,20 +239,116 @@ def _architectures(theirs: Mapping[str, Any]) -> list[str]:
 
 
 def _bad_values(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
-    """Sizes that are no sizes. Ids of tokens are lists in some files, and -1 in others."""
+    """Values that are none of their key, nested ones too."""
     named = theirs.get("architectures")
     if named is not None and not (isinstance(named, list) and all(isinstance(one, str) for one in named)):
         yield f"architectures is {named!r}, and a list of names is needed"
-    for key, our in ours.items():
-        if key.startswith("_") or key.endswith("_id") or key not in theirs:
+    for key, our in {**_OPTIONAL, **{key: our for key, our in ours.items() if our is not None}}.items():
+        # ids of tokens are lists in some files, and -1 in others
+        value = theirs.get(key)
+        if key.startswith("_") or key.endswith("_id"):
             continue
-        value = theirs.get(key)  # null is refused by `[]`, and is no fault here
-        if _is_number(our) and value is not None and not _is_number(value):
-            yield f"{key} is {value!r}, and a number is needed"
-        elif _is_number(our) and value is not None and our >= 0 and value < 0:
-            yield f"{key} is {value}, and cannot be negative"
-        elif isinstance(our, list) and isinstance(value, int | float | str):
-            yield f"{key} is {value!r}, and a list is needed"
+        if value is None:
+            # diffusers writes every value; a null of transformers is refused by `[]` where it is a fault
+            if key in theirs and ("_class_name" in ours or _EPSILON.search(key)):
+                yield f"{key} is null, and {our!r:.80} in the family's own base"
+        elif isinstance(our, dict) and isinstance(value, dict):
+            yield from (f"{key}.{what}" for what in _bad_values(value, our))
+        elif needed := _needed(key, value, our):
+            yield f"{key} is {value!r:.80}, and {needed}"
+    yield from _bad_positions(theirs)
+
+
+def _bad_positions(theirs: Mapping[str, Any]) -> Iterator[str]:
+    """Rotary embeddings that no head of attention can have, or another than the model was made with."""
+    width, heads = theirs.get("hidden_size"), theirs.get("num_attention_heads")
+    dims, head = theirs.get("axes_dims_rope"), theirs.get("attention_head_dim")
+    if isinstance(dims, list) and all(map(_is_number, dims)) and _is_number(head) and sum(dims) != head:
+        yield f"axes_dims_rope is {dims!r:.80}, which are {sum(dims)} and not attention_head_dim, {head}"
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = theirs.get(name)
+        if not isinstance(rope, dict):
+            continue
+        if name == "rope_parameters" and rope.get("rope_theta", theirs.get("rope_theta")) is None:
+            yield "rope_parameters does not say rope_theta"
+        theta = rope.get("rope_theta", 1.0)
+        if not (_is_number(theta) and 0 < theta < math.inf):
+            yield f"{name}.rope_theta is {theta!r:.80}, and a number above 0 is needed"
+        factor, parts = rope.get("factor", 1.0), rope.get("mrope_section")
+        if not (_is_number(factor) and factor > 0):
+            yield f"{name}.factor is {factor!r:.80}, and a number above 0 is needed"
+        if not (isinstance(parts, list) and all(isinstance(one, int) for one in (*parts, width, heads))):
+            continue
+        if heads and 2 * sum(parts) != (head := theirs.get("head_dim", width // heads)):
+            yield f"{name}.mrope_section is {parts!r:.80}, and a head has {head} values"
+
+
+def _needed(key: str, value: object, our: object) -> str:
+    """The kind of value that a key has in place of this one, as the family's own base says; empty where it is
+    of that kind.
+    """
+    if isinstance(our, dict) and not isinstance(value, dict):
+        return "a mapping is needed"
+    if isinstance(our, bool) and not isinstance(value, bool):
+        return "true or false is needed"
+    if isinstance(our, list):
+        if our and value == [] and key != "architectures":
+            return "a list with values is needed"
+        kinds = [_needed("", one, our[0]) for one in value] if isinstance(value, list) and our else []
+        wrong = next(filter(None, kinds), "")
+        return (
+            "a list is needed" if not isinstance(value, list) else f"of each of it: {wrong}" if wrong else ""
+        )
+    if isinstance(our, str) and not isinstance(value, str):
+        return "a text is needed"
+    if not isinstance(our, int | float) or isinstance(our, bool):
+        return ""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return "a number is needed"
+    if not math.isfinite(value):
+        return "a finite number is needed"
+    if key and value < 0 and our >= 0:
+        return "cannot be negative"
+    if value == 0 and our > 0 and _SIZES.search(key):
+        return "a size cannot be 0"
+    if _EPSILON.search(key) and value >= 1:
+        return "a norm's epsilon is small"
+    if value > _MOST_BUILT and _BUILT.search(key):
+        return f"no model has more than {_MOST_BUILT:,} of them"
+    return ""
+
+
+def _bad_scales(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
+    """Scales of a VAE's latents that are missing, of other channels than its latents have, or not above 0."""
+    for key in _SCALES:
+        if ours.get(key) is None:
+            continue
+        value, channels = theirs.get(key), theirs.get("z_dim")
+        if value is None:
+            yield f"it does not say {key}, by which latents are scaled"
+        elif isinstance(value, list) and len(value) != channels:
+            yield f"{key} has {len(value)} values, and latents have {channels} channels (z_dim)"
+        elif key in _FACTORS and any(
+            _is_number(one) and one <= 0 for one in (value if isinstance(value, list) else [value])
+        ):
+            yield f"{key} is {value!r:.80}, and latents are scaled by numbers above 0"
+
+
+def _bad_generation(said: Mapping[str, Any]) -> Iterator[str]:
+    """Values of another kind in what says how a language model answers."""
+    for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        yield from _bad_ids(said, key)
+    for key, our in _ANSWERS.items():
+        if said.get(key) is not None and (needed := _needed(key, said[key], our)):
+            yield f"{key} is {said[key]!r:.80}, and {needed}"
+
+
+def _bad_ids(said: Mapping[str, Any], key: str, *, required: bool = False) -> Iterator[str]:
+    """A key that names no token, or is null where it is `required`."""
+    value = said.get(key)
+    ids = value if isinstance(value, list) else [value] if required or value is not None else []
+    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= -1 for one in ids):
+        yield f"{key} is {value!r:.80}, and numbers of tokens are needed"
 
 
 def _is_number(value: object) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from trainer.config.reading.load import Loaded
 from trainer.config.schema import RunConfig, changed
 from trainer.errors import ConfigError
+from trainer.files import atomic
 from trainer.planning.choose.optimizers import STOCHASTIC
 from trainer.telemetry.run_folder.plan import PLAN_FILE
 
@@ -21,11 +22,11 @@ from trainer.telemetry.run_folder.plan import PLAN_FILE
 def continued(loaded: Loaded) -> Loaded:
     """`loaded` with the decisions of the run that it goes on with, where nothing else was written.
 
-    Raises ConfigError for a plan that cannot be read.
+    Raises ConfigError for a plan that cannot be read, StorageError for a folder.
     """
     config = loaded.config
     path = config.output_dir / PLAN_FILE
-    if config.checkpoint.resume_from_checkpoint != "auto" or not going_on(config) or not path.is_file():
+    if config.checkpoint.resume_from_checkpoint == "never" or not going_on(config) or not path.is_file():
         return loaded
     began, kept, train, features = _read(path), dict[str, Any](), config.train, config.features
     size, steps = began.get("micro_batch_size", 0), began.get("accumulation_steps", 0)
@@ -56,8 +57,9 @@ def continued(loaded: Loaded) -> Loaded:
 
 
 def going_on(config: RunConfig) -> bool:
-    """True if the run's folder holds a checkpoint."""
-    return any((config.output_dir / "checkpoints").glob("step-*"))
+    """True if the run's folder holds a checkpoint. Raises StorageError where that cannot be read."""
+    with atomic.reading_told(config.output_dir):
+        return any((config.output_dir / "checkpoints").glob("step-*"))
 
 
 def _read(path: Path) -> dict[str, Any]:

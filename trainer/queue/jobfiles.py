@@ -8,7 +8,7 @@ import json
 import os
 from pathlib import Path
 
-from trainer.errors import StorageError
+from trainer.errors import ExitCode, StorageError, TrainerError
 from trainer.files import atomic
 from trainer.telemetry import locks, status
 
@@ -66,6 +66,15 @@ def take_lock(folder: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def fail(folder: Path, start: int, error: TrainerError) -> None:
+    """Record that a start was made and ended at once with the error's code, with the error as its output."""
+    output = folder / OUTPUT_FILE
+    with atomic.no_space_told(output), output.open("a") as file:
+        file.write(f"queue: the job cannot be started: {error}\n")
+    write_began(folder, start)
+    write_exit(folder, start, ExitCode.BAD_CONFIG)
 
 
 def write_began(folder: Path, start: int) -> None:

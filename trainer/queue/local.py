@@ -19,7 +19,7 @@ from pathlib import Path
 
 from trainer.config import environment, launchers
 from trainer.config.interpreter import python
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, StorageError
 from trainer.files import atomic
 from trainer.machine.idle import VISIBLE
 from trainer.machine.occupancy import GpuUse, gpu_uses, visible
@@ -306,11 +306,17 @@ class Local:
     def launch(self, start: Start) -> None:
         """Start a job's watcher in a session of its own: no terminal and no end of the queue reaches it.
 
-        It is recorded before: a watcher that does not even come up is not started for ever.
+        It is recorded before: a watcher that does not even come up is not started for ever. A job whose own
+        files cannot be read fails, and keeps no other job from its turn.
         """
         folder = jobfiles.job_folder(self.folder.absolute(), start.job.id)
         watched = (str(folder), str(start.job.start), str(start.lock), str(start.job.working_folder))
-        config, draws = str(folder / jobfiles.CONFIG_FILE), jobfiles.pictures(folder) is not None
+        config = str(folder / jobfiles.CONFIG_FILE)
+        try:
+            draws = jobfiles.pictures(folder) is not None
+        except StorageError as error:
+            jobfiles.fail(folder, start.job.start, error)
+            return
         command = (*self.drawing, config, f"--try={start.job.run}") if draws else (*self.command, config)
         jobfiles.write_began(folder, start.job.start)
         try:

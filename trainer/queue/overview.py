@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from trainer.errors import StorageError
 from trainer.machine.occupancy import GpuUse
 from trainer.queue import jobfiles
 from trainer.queue.database import Job
@@ -48,14 +49,18 @@ class Entry:
     """Why a waiting job does not start yet; empty where it is about to."""
     pictures: int | None = None
     """Pictures that it draws; None where it trains."""
+    trouble: str = ""
+    """Why its own files cannot be read; empty where they can."""
 
     @property
     def note(self) -> str:
         """The job's kind, where it does not train, and the rest of the state in words."""
-        return self._rest if self.pictures is None else ", ".join(filter(None, (self._draws, self._rest)))
+        return ", ".join(filter(None, (self._draws, self._rest, self.trouble)))
 
     @property
     def _draws(self) -> str:
+        if self.pictures is None:
+            return ""
         return f"makes {self.pictures} {'sample' if self.pictures == 1 else 'samples'}"
 
     @property
@@ -94,15 +99,7 @@ def overview(queue: Local, known: Sequence[GpuUse] | None = None) -> list[Entry]
     due = starts(waiting, [gpu.uuid for gpu in known], remaining, prepared)
     entries = {job.id: entry for job, entry in running}
     return [
-        entries.get(job.id)
-        or Entry(
-            job=job,
-            seen=seen,
-            gpus=_words(job, names),
-            why=waits.get(job.id, ""),
-            due=due.get(job.id),
-            pictures=_pictures(queue, job),
-        )
+        entries.get(job.id) or _resting(queue, job, seen, names, waits.get(job.id, ""), due.get(job.id))
         for job, seen in jobs
     ]
 
@@ -124,10 +121,26 @@ def _waits(
     )
 
 
+def _resting(
+    queue: Local, job: Job, seen: Seen, names: Mapping[str, str], why: str, due: Due | None
+) -> Entry:
+    """The entry of a job that does not run."""
+    pictures, trouble = _pictures(queue, job)
+    return Entry(
+        job=job,
+        seen=seen,
+        gpus=_words(job, names),
+        why=why,
+        due=due,
+        pictures=pictures,
+        trouble=trouble,
+    )
+
+
 def _running(queue: Local, job: Job, seen: Seen, names: Mapping[str, str]) -> Entry:
     beat = status.read_status(jobfiles.job_folder(queue.folder, job.id) / jobfiles.RUNTIME)
     step, total = (None, None) if beat is None else (beat.optimizer_step, beat.optimizer_steps)
-    left, pictures = job.seconds, _pictures(queue, job)
+    left, (pictures, trouble) = job.seconds, _pictures(queue, job)
     if beat is not None and step is not None and total is not None and beat.median_step_seconds:
         left = (total - step) * beat.median_step_seconds
     return Entry(
@@ -141,11 +154,16 @@ def _running(queue: Local, job: Job, seen: Seen, names: Mapping[str, str]) -> En
         and (beat is None or beat.phase in _PREPARATION),
         seconds_left=left,
         pictures=pictures,
+        trouble=trouble,
     )
 
 
-def _pictures(queue: Local, job: Job) -> int | None:
-    return jobfiles.pictures(jobfiles.job_folder(queue.folder, job.id))
+def _pictures(queue: Local, job: Job) -> tuple[int | None, str]:
+    """The pictures that a job draws, None where it trains, and why they cannot be read."""
+    try:
+        return jobfiles.pictures(jobfiles.job_folder(queue.folder, job.id)), ""
+    except StorageError as error:
+        return None, str(error)
 
 
 def _words(job: Job, names: Mapping[str, str]) -> str:

@@ -106,8 +106,12 @@ def answered(run_dir: Path, asked: Request) -> Request | None:
 
 
 def put(runtime_dir: Path, order: Order) -> Request:
-    """Leave a request in the runtime folder of a run. Raises StorageError."""
-    folder, request = runtime_dir / _FOLDER, Request(order=order, asked_unix_seconds=time.time())
+    """Leave a request in the runtime folder of a run, later than all before it: also where the clock was set
+    back since, an answer to one of these is none to it. Raises StorageError.
+    """
+    before = max((one.asked_unix_seconds for one in requests(runtime_dir)), default=0.0)
+    asked = max(time.time(), math.nextafter(before, math.inf))
+    folder, request = runtime_dir / _FOLDER, Request(order=order, asked_unix_seconds=asked)
     with atomic.no_space_told(folder):
         folder.mkdir(exist_ok=True)
     text = json.dumps({"asked_unix_seconds": request.asked_unix_seconds})

@@ -1,8 +1,11 @@
-"""A run's folder: the names that a run writes there, none of which may lead elsewhere."""
+"""A run's folder: the names that a run writes there, each a file or a folder, and none a link elsewhere."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from trainer.errors import ConfigError, Problem
 
@@ -10,31 +13,63 @@ LOCK_FILE = ".lock"
 """Lock file that the process holds which trains in the folder."""
 CONFIG_FILE = "config.resolved.yaml"
 """The configuration of a run, with what was decided when it began."""
-_FOLDERS = ("checkpoints", "samples")
+_PRUNED = ("checkpoints", "samples")
 """Folders whose entries a run prunes."""
+_FOLDERS = frozenset((*_PRUNED, "best", "lora", "model", "tensorboard", "wandb"))
 # fmt: off
-_WRITTEN = frozenset((
-    *_FOLDERS, LOCK_FILE, "before_after.png", "best", CONFIG_FILE, "left_out.jsonl", "log.jsonl",
-    "lora", "metrics.jsonl", "model", "plan.json", "process.json", "run.json", "tensorboard", "wandb",
-    "wandb.id",
+_FILES = frozenset((
+    LOCK_FILE, "before_after.png", CONFIG_FILE, "left_out.jsonl", "log.jsonl", "metrics.jsonl", "plan.json",
+    "process.json", "run.json", "wandb.id",
 ))
 # fmt: on
+_APPENDED = frozenset((LOCK_FILE, "log.jsonl", "metrics.jsonl"))
+"""Files that are opened to be written; others are replaced."""
+_NEEDED = (
+    dict.fromkeys(_FILES, os.F_OK)
+    | dict.fromkeys(_APPENDED, os.R_OK | os.W_OK)
+    | dict.fromkeys(_FOLDERS, os.R_OK | os.W_OK | os.X_OK)
+)
+"""Rights that a run needs on each name."""
 _MOST_TOLD = 10
 
 
-def require_no_links(run_dir: Path) -> None:
-    """Raise ConfigError where something that a run writes, cuts or removes is a symbolic link.
+def require_own_names(run_dir: Path) -> None:
+    """Raise ConfigError where something that a run writes, cuts or removes is a symbolic link, a folder in
+    the place of a file, or the reverse, or may not be written by this user.
 
-    The folder itself may be one. A folder that was unpacked to go on with it must not reach other files.
+    The folder itself may be a link. A folder that was unpacked to go on with it must not reach other files,
+    and nothing is removed that no run has made.
     """
-    written = [path for path in run_dir.iterdir() if path.name in _WRITTEN] if run_dir.is_dir() else []
-    folders = [path for path in written if path.name in _FOLDERS and path.is_dir() and not path.is_symlink()]
-    pruned = [path for folder in folders for path in folder.glob("step-*")]
+    here = sorted(run_dir.iterdir()) if run_dir.is_dir() else []
+    written = [path for path in here if path.name in _FILES | _FOLDERS]
+    pruned = [
+        path
+        for folder in written
+        if folder.name in _PRUNED and folder.is_dir() and not folder.is_symlink()
+        for path in folder.glob("step-*")
+    ]
     links = sorted(path for path in (*written, *pruned) if path.is_symlink())
-    if not links:
-        return
-    problems = [Problem(what=f"a link to {path.readlink()}", where=str(path)) for path in links[:_MOST_TOLD]]
-    more = f" and {len(links) - _MOST_TOLD} more" if len(links) > _MOST_TOLD else ""
-    what = f"a run writes there, and does not follow links inside its folder{more}"
-    remedy = "put what they lead to in their place, or point output_dir to the other disk"
-    raise ConfigError([*problems, Problem(what=what, where=str(run_dir), remedy=remedy)])
+    if links:
+        problems = [Problem(what=f"a link to {path.readlink()}", where=str(path)) for path in links]
+        remedy = "put what they lead to in their place, or point output_dir to the other disk"
+        what = "a run writes there, and does not follow links inside its folder"
+        _refuse(run_dir, problems, what, remedy)
+    others = [path for path in written if path.is_dir() is not (path.name in _FOLDERS)]
+    if others:
+        kinds = {True: "a folder, where a run has a file", False: "no folder, where a run has one"}
+        problems = [Problem(what=kinds[path.is_dir()], where=str(path)) for path in others]
+        remedy = "move them away, or choose another output_dir"
+        what = "a run writes there, and removes nothing that it has not made"
+        _refuse(run_dir, problems, what, remedy)
+    closed = [path for path in written if not os.access(path, _NEEDED[path.name])]
+    if closed:
+        problems = [Problem(what="this user may not write it", where=str(path)) for path in closed]
+        remedy = "let this user write there, or choose another output_dir"
+        _refuse(run_dir, problems, "a run writes there, and another user may have begun this one", remedy)
+
+
+def _refuse(run_dir: Path, problems: Sequence[Problem], what: str, remedy: str) -> NoReturn:
+    """Raise ConfigError with the first of the problems, and for what reason a run does not go on."""
+    more = f" and {len(problems) - _MOST_TOLD} more" if len(problems) > _MOST_TOLD else ""
+    last = Problem(what=f"{what}{more}", where=str(run_dir), remedy=remedy)
+    raise ConfigError([*problems[:_MOST_TOLD], last])

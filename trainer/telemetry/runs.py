@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.reading import strict_yaml
+from trainer.config.reading.paths import differences
 from trainer.config.tree import leaves
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, DataError, ExitCode
 from trainer.files import atomic
 from trainer.telemetry import control
 from trainer.telemetry.run_folder import results
@@ -30,7 +31,7 @@ _DEEPEST = 3
 
 
 class State(enum.StrEnum):
-    """State of a run's folder, from its lock and its files; how its last attempt ended is `Run.end`."""
+    """State of a run's folder, from its lock, the end of its last attempt (`Run.end`) and its files."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -98,8 +99,7 @@ class Run:
     @property
     def steps(self) -> int | None:
         """Optimizer steps of the whole run; None where its configuration does not say."""
-        text = self.config.get("train.max_train_steps", "")
-        return int(text) if text.isascii() and text.isdecimal() else None
+        return _steps(self.config)
 
     @functools.cached_property
     def last(self) -> Mapping[str, Any]:
@@ -121,6 +121,25 @@ def labels(runs: Sequence[Run]) -> list[str]:
     names = [run.folder.resolve().name for run in runs]
     alone = len(set(names)) == len(names)
     return names if alone else [str(run.folder) for run in runs]
+
+
+def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Dotted keys in which the runs' configurations differ -> the text of each, as `paths.differences`; an
+    `auto` for which a run's plan decided what another has does not differ from that.
+    """
+    folders = [run.working_folder for run in runs]
+    decided = differences([_decided(run) for run in runs], folders)
+    written = differences([run.config for run in runs], folders)
+    return {key: texts for key, texts in written.items() if key in decided}
+
+
+def _decided(run: Run) -> dict[str, str]:
+    """The configuration of a run, with its plan's decision in place of each `auto` that has one."""
+    chosen = {} if run.plan is None else {row.feature: row.value for row in run.plan.decisions}
+    return {
+        key: chosen.get(key.rpartition(".")[2], text) if text == "auto" else text
+        for key, text in run.config.items()
+    }
 
 
 def find_runs(folder: Path, tell: Callable[[str], None], *, nested: bool = False) -> list[Path]:
@@ -177,23 +196,27 @@ def read_run(folder: Path) -> Run:
     process = read_process(folder)
     running, early = is_running(folder, process), _early_stop(rows)
     statuses = heartbeats(process) if running and process is not None else ()
+    end = None if running or process is None else end_of(process)
     with atomic.reading_told(folder):
         checkpoints = results.checkpoints(folder)
+        config, saved = _config(folder), [one.step for one in checkpoints]
+        step = max([0, *(int(row["step"]) for row in rows[-1:]), *saved])
+        done = bool(early) or step >= (_steps(config) or 0)
         return Run(
             folder=folder,
-            config=_config(folder),
+            config=config,
             rows=rows,
             losses=_series(rows, "loss"),
             held_out=_series(rows, "validation_loss"),
             rounds=_rounds(rows),
             early_stop=early,
             damaged_lines=found.count(None),
-            state=State.RUNNING if running else _state(folder, bool(checkpoints), bool(early)),
+            state=State.RUNNING if running else _state(folder, end, step, done, saved, early),
             process=process,
             statuses=statuses,
             health=verdict_of_ranks(statuses, time.monotonic()) if statuses else None,
             requests=control.requests(Path(process.runtime_dir)) if statuses and process else (),
-            end=None if running or process is None else end_of(process),
+            end=end,
             plan=read_plan(folder),
             samples=results.samples(folder),
             checkpoints=checkpoints,
@@ -246,9 +269,22 @@ def _early_stop(rows: Sequence[Mapping[str, object]]) -> str:
     return str(early[-1]["early_stop"]) if early and early[-1]["step"] == rows[-1]["step"] else ""
 
 
-def _state(folder: Path, saved: bool, early: bool) -> State:
-    """State of a folder in which nothing runs."""
-    if results.has_result(folder):
+def _steps(config: Mapping[str, str]) -> int | None:
+    text = config.get("train.max_train_steps", "")
+    return int(text) if text.isascii() and text.isdecimal() else None
+
+
+def _state(folder: Path, end: End | None, step: int, done: bool, saved: Sequence[int], early: str) -> State:
+    """State of a folder in which nothing runs, by the end of its last attempt: a run that went on has its
+    result from before. Where no end is recorded, the result says it, of a run that is `done`, unless it is
+    a LoRA of an older step.
+    """
+    if end is not None and end.exit_code is not None:
+        finished = end.exit_code == ExitCode.OK
+    else:
+        of, known = results.lora_step(folder), end is None or done
+        finished = results.has_result(folder) and known and (of is None or of >= step)
+    if finished:
         return State.FINISHED_EARLY if early else State.FINISHED
     return State.RESUMABLE if saved else State.BEGUN
 

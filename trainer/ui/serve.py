@@ -71,8 +71,8 @@ def serve(
     """Answer on `host` and `port` until SIGTERM or Ctrl-C; `tell` gets the lines for people.
 
     `allowed` are further names by which it may be asked. Port 0 takes a free one. With `queue` a process
-    beside it starts the queue's jobs. `published`: as `greeting`. Raises ConfigError where the port cannot be
-    had, the token cannot be used, or another studio has the folder.
+    beside it starts the queue's jobs. `published` is the address of a container's host that the port is
+    published on. Raises ConfigError where port or token cannot be used, or another studio has the folder.
     """
     with _bound(host, port) as listening:
         access = Access(studio.folder)

@@ -14,6 +14,8 @@ VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 ENCODERS_KEEP = (r"(?!.*\.\d+\.).*", r".*\.(wo|relative_attention_bias)")
 """Expressions for modules of a text encoder that are never quantised: all but its layers, and in these what a
 class reads the type of, or looks up rows of."""
+ENCODERS_FP32_IN_FP16 = ("wo",)
+"""Words in the names of text encoders' tensors that their classes keep in fp32 in an fp16 run."""
 NF4_MOST_UNPACKED = 64 * 2**20
 """Values of an nf4 weight that are unpacked at a time."""
 

@@ -226,6 +226,17 @@ def test_a_folder_that_may_not_be_entered_is_told(
     assert (code, "runs/one" in told.out) == ((0, True) if locked == "runs/more" else (78, False))
 
 
+def test_a_run_that_may_not_be_entered_is_not_shown(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_file(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    assert main(["runs", "show", "runs/one"]) == 73
+    assert "runs/one: Permission denied while reading it" in capsys.readouterr().err
+
+
 def test_a_run_that_trains_is_running(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lock = Path("runs/more/two/.lock")
     with lock.open("w") as file:

@@ -16,9 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.programs import program
 from tests.unit.house.sources import ROOT
-from tests.unit.planning.conftest import machine
 from trainer.container.appliance import METRICS_PORT
-from trainer.machine.profiles import PROFILES, select
+from trainer.machine.profiles import PROFILES
 from trainer.telemetry.sinks.metrics import METRICS, RunMetrics, build_registry
 from trainer.telemetry.status import BUDGET_SECONDS, Phase, verdict
 from trainer.telemetry.supervising.server import metrics_text
@@ -117,7 +116,14 @@ def served(folder: Path) -> set[str]:
     """Names of the samples on /metrics of a run, and of what has no sample before a label is used."""
     RunMetrics(folder).write()
     text = metrics_text(
-        folder, version="0", child_up=True, verdict=verdict(None, 0.0), ranks=[None, None], available=1
+        folder,
+        version="0",
+        child_up=True,
+        verdict=verdict(None, 0.0),
+        ranks=[None, None],
+        first_rank=0,
+        unified_memory=False,
+        available=1,
     )
     text += generate_latest(build_registry("supervisor").collector).decode()
     names = set()
@@ -223,16 +229,14 @@ def test_thresholds_are_those_of_the_supervisor() -> None:
     """An alert about memory comes before the supervisor acts, and one about steps after the slowest phase."""
     limits = Limits()
     (gib,) = re.findall(r"< (\d+) \* 1024\^3", alerts()["TrainerUnifiedMemoryLow"]["expr"])
-    unified = {name: profile for name, profile in PROFILES.items() if profile.match.integrated}
-    (profile,) = unified.values()
+    (profile,) = [profile for profile in PROFILES.values() if profile.match.integrated]
     assert profile.headroom_bytes is not None
     assert limits.soft_floor_bytes < int(gib) * GIB < profile.headroom_bytes
     for floor in (limits.soft_floor_bytes, limits.hard_floor_bytes):
         assert f"at {floor // GIB} GiB" in RULES.read_text()
     for name in ("TrainerUnifiedMemoryLow", "TrainerHostMemoryLow"):
-        (value,) = {value for _, label, value in label_matchers(alerts()[name]["expr"]) if label == "value"}
-        assert value == profile.name
-        assert select(machine("dgx-spark"), "auto")[0].name == value
+        asked = {("trainer_supervisor_info", "unified_memory", "true")}
+        assert label_matchers(alerts()[name]["expr"]) == asked
     (quiet,) = re.findall(r"seconds > (\d+) ", alerts()["TrainerNoProgress"]["expr"])
     assert int(quiet) >= max(BUDGET_SECONDS[phase] for phase in (Phase.TRAIN, Phase.FIRST_STEP))
 

@@ -112,15 +112,16 @@ def test_two_system_prompts_are_told(tmp_path: Path) -> None:
 
 
 def test_columns_of_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Table:
-        column_names = ("id", "question", "answer")
+    def read_table(path: Path, *, columns: list[str]) -> Any:
+        row = {"id": 1, "question": "Hi", "answer": "Hello!"}
+        return SimpleNamespace(to_pylist=lambda: [{name: row[name] for name in columns}])
 
-        def select(self, columns: list[str]) -> Any:
-            rows = [{"id": 1, "question": "Hi", "answer": "Hello!"}]
-            return SimpleNamespace(to_pylist=lambda: [{name: row[name] for name in columns} for row in rows])
+    def read_schema(path: Path) -> Any:
+        return SimpleNamespace(names=["id", "question", "answer"])
 
+    table = SimpleNamespace(read_table=read_table, read_schema=read_schema)
     monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", SimpleNamespace(read_table=lambda path: Table()))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", table)
     one = {"chat_file": tmp_path / "a.parquet"}
     assert conversations({**one, "columns": {"prompt": "question", "response": "answer"}}) == [
         [ASKED, ANSWERED]

@@ -53,6 +53,21 @@ def test_other_names(tmp_path: Path) -> None:
     assert (problem.what, problem.where) == ("no record has `topic`", str(path))
 
 
+def test_only_the_columns_that_are_read_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {"question": "Hi", "answer": "Hello!", "vector": [0.5] * 8}
+    path = table(tmp_path / "a.parquet", record)
+    loaded, load = [], parquet.read_table
+
+    def noted(*words: object, **options: object) -> object:
+        loaded.append(load(*words, **options))
+        return loaded[-1]
+
+    monkeypatch.setattr(parquet, "read_table", noted)
+    columns = {"prompt": "question", "response": "answer"}
+    assert conversations({"chat_file": path, "columns": columns}) == [[ASKED, ANSWERED]]
+    assert {name for one in loaded for name in one.column_names} == {"question", "answer"}
+
+
 def test_files_that_are_no_tables(tmp_path: Path) -> None:
     path = table(tmp_path / "a.parquet", *[GOOD_RECORDS["alpaca"][0]] * 500)
     data = path.read_bytes()

@@ -29,7 +29,7 @@ def saved(path: Path, image: Image.Image, image_format: str, **options: object) 
     return path
 
 
-@pytest.mark.parametrize("image_format", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("image_format", ["PNG", "JPEG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_every_exif_orientation_is_undone(tmp_path: Path, image_format: str, orientation: int) -> None:
     upright = quadrants()

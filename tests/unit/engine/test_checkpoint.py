@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from trainer.engine.records import checkpoint
-from trainer.engine.training.state import _require_same_names
+from trainer.engine.training.state import _require_same_weights
 from trainer.errors import ConfigError, DataError, NoSpaceError, StorageError
 from trainer.modeling.rows import Rows
 from trainer.modeling.tensor_file import Later, Writable
@@ -322,6 +322,16 @@ def test_rows_are_read_of_what_was_saved_whole(tmp_path: Path) -> None:
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     """A tied head that was trained apart is in one of them only: nothing of it is dropped silently."""
+    one, wide = torch.zeros(4, 2), torch.zeros(4, 8)
     with pytest.raises(DataError, match=r"1 weights are in this checkpoint or in the model .* as head"):
-        _require_same_names({"head", "words"}, {"words"}, tmp_path)
-    _require_same_names({"words"}, {"words"}, tmp_path)
+        _require_same_weights({"head": one, "words": one}, {"words": one}, tmp_path)
+    with pytest.raises(DataError, match=r"1 weights have another shape .* as words: 4 x 8 and 4 x 2"):
+        _require_same_weights({"words": wide}, {"words": one}, tmp_path)
+    _require_same_weights({"words": one}, {"words": one}, tmp_path)
+
+
+def test_values_of_early_stopping_that_are_not_known_are_damage(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    rewrite_state(folder, early_stop={"later": 1})
+    sign(folder)
+    assert checkpoint.damage(folder, quiet) == "state.json is not one of ours: early_stop has 'later'"

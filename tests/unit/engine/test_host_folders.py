@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +17,8 @@ import pytest
 from tests.ranks import Workers
 from trainer.engine.hosts import folders
 from trainer.engine.ranks import Ranks
+from trainer.errors import StorageError
+from trainer.files import atomic
 
 NAME = "checkpoints/step-000005"
 
@@ -58,6 +65,37 @@ def test_shared_and_own_folders_are_told_apart(run: bool, cache: bool, pool: Wor
     assert (first[1], second[1]) == (((0, 1), (0, 1)) if cache else ((0,), (1,)))
 
 
+def look_read_only(ranks: Ranks, root: Path, closed: tuple[int, ...], run: bool) -> Any:
+    """Cache ranks as `look` gives them, where caches take no files on the hosts `closed`; with `run` the
+    run's folder takes none either.
+    """
+    cache_dir, run_dir, touch = root / "cache", root / "run", Path.touch
+    cache_dir.mkdir(exist_ok=True)
+
+    def refused(path: Path) -> None:
+        if ranks.rank in closed and (run or path.parent == cache_dir):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        touch(path)
+
+    Path.touch = refused  # type: ignore[assignment,method-assign]
+    try:
+        if run:
+            with pytest.raises(StorageError, match="while writing it"):
+                folders._which_see(dataclasses.replace(ranks, hosts=ranks.size), run_dir)
+            return None
+        return folders.found(context_of(ranks, run_dir, cache_dir)).cache_ranks
+    finally:
+        Path.touch = touch  # type: ignore[method-assign]
+
+
+def test_a_cache_that_takes_no_files_is_the_hosts_own(pool: Workers, tmp_path: Path) -> None:
+    """A complete one is only read: two hosts were refused, though nothing has to be written."""
+    assert pool.call(look_read_only, 2, tmp_path, (0, 1), False) == [(0,), (1,)]
+    assert pool.call(look_read_only, 2, tmp_path, (1,), False) == [(0, 1), (0, 1)]
+    assert (tmp_path / "cache").is_dir()
+    pool.call(look_read_only, 2, tmp_path, (0, 1), True)
+
+
 def hand(ranks: Ranks, root: Path, file: str, there: bytes | None) -> tuple[str, dict[str, bytes]]:
     """The files of each rank in its own folder after rank 0 handed out a folder."""
     folders.PIECE_BYTES = 1000
@@ -100,3 +138,36 @@ def hand_file(ranks: Ranks, root: Path) -> bytes:
 def test_a_file_is_sent_to_the_same_place(pool: Workers, tmp_path: Path) -> None:
     assert pool.call(hand_file, 2, tmp_path) == [b"weights" * 1000] * 2
     assert (tmp_path / "1" / "lora" / "cats.safetensors").is_file()
+
+
+def hand_to_two_a_host(ranks: Ranks, root: Path) -> bytes:
+    """A file as each of a host's two ranks finds it; the first one is slow to write it."""
+    folders.PIECE_BYTES = 1000  # as those have it that another test used
+    hosts = dataclasses.replace(ranks, hosts=2)
+    run_dir = root / str(hosts.host)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / "lora" / "cats.safetensors"
+    if hosts.first:
+        path.parent.mkdir()
+        path.write_bytes(b"weights" * 1000)
+    real = atomic.writing
+
+    @contextlib.contextmanager
+    def slow(target: Path) -> Iterator[Any]:
+        with real(target) as file:
+            yield file
+            time.sleep(0.5)
+
+    atomic.writing = slow
+    context = dataclasses.replace(
+        context_of(ranks, run_dir, root), ranks=hosts, shares_run_dir=hosts.host == 0
+    )
+    try:
+        found = folders.handed(context, path)
+    finally:
+        atomic.writing = real
+    return found.read_bytes() if found.is_file() else b""
+
+
+def test_every_rank_of_a_host_is_given_a_file_that_is_there(pool: Workers, tmp_path: Path) -> None:
+    assert pool.call(hand_to_two_a_host, 4, tmp_path) == [b"weights" * 1000] * 4

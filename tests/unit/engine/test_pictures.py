@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from PIL import Image, ImageFont
 
 from trainer.engine.results import pictures
 from trainer.engine.results.pictures import before_after, read_png, write_png
+from trainer.engine.training import preview
 
 WHITE = (255, 255, 255)
 TITLES = ("base model", "with the LoRA, step 300")
@@ -167,3 +170,40 @@ def test_a_long_text_without_blanks_is_measured_a_few_times() -> None:
     lines = pictures._wrapped("\u732b" * 10_000, Font(), 200)
     assert [len(line) for line in lines] == [20, 20, 20, 17 + len("...")]
     assert sum(measured) < 20 * 10_000
+
+
+@pytest.mark.parametrize(("count", "side"), [(40, 1024), (150, 256), (3, 64)])
+def test_a_row_of_previews_is_bounded_and_can_be_opened_again(
+    count: int, side: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run with 40 prompts at 2048 pixels died before its first step: Pillow did not open the row again."""
+    most = 2_000_000
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", most)  # twice as many are refused
+    images = [Image.new("RGB", (side, side), colour(0, number % 12)) for number in range(count)]
+    picture = pictures.row(images, ["a red apple"] * count, "step 0", most_pixels=most)
+    assert 0.8 * most < picture.width * picture.height <= most or count == 3
+    write_png(picture, tmp_path / "step-000000.png")
+    with Image.open(pictures.write_strip(tmp_path)) as strip:
+        assert strip.width <= 2048
+    cell = picture.width / count
+    shown = [picture.getpixel((int((number + 0.5) * cell), picture.height // 2)) for number in range(count)]
+    assert shown == [colour(0, number % 12) for number in range(count)]
+    whole = pictures.row(images[:3], ["a"] * 3, "step 0", most_pixels=pictures.ROW_PIXELS)
+    assert whole.tobytes() == pictures.row(images[:3], ["a"] * 3, "step 0").tobytes()
+
+
+def test_previews_draw_rows_that_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "ROW_PIXELS", 100_000)
+    drawn = [Image.new("RGB", (256, 256), colour(0, number)) for number in range(4)]
+    monkeypatch.setattr(preview, "sample", lambda *_: drawn)
+    monkeypatch.setattr(preview, "write_drawn", lambda *given: write_png(given[3], given[4]))
+    config = SimpleNamespace(validation=SimpleNamespace(prompts=["a"] * 4))
+    context = SimpleNamespace(config=config, run_dir=tmp_path, ranks=None)
+    journal = SimpleNamespace(picture=lambda *_: None)
+    run: Any = SimpleNamespace(
+        context=context, built=SimpleNamespace(model=None), entries=None, journal=journal
+    )
+    preview.draw_previews(run, 0)
+    row, _ = read_png(tmp_path / "samples/step-000000.png")
+    assert row.width * row.height <= 100_000
+    assert read_png(tmp_path / "samples/step-000000/03.png")[0].size == (256, 256)

@@ -90,3 +90,30 @@ def test_space_that_the_run_holds_already_counts(tmp_path: Path) -> None:
     with held.open("wb") as file:
         file.truncate(1 << 43)  # sparse: eight TiB that take no room
     resume.require_space(context(tmp_path, disk_bytes=1 << 43))
+
+
+def sparse(path: Path, size: int) -> Path:
+    """A file of that size which takes no room."""
+    path.parent.mkdir(parents=True)
+    path.touch()
+    os.truncate(path, size)
+    return path
+
+
+def test_what_killed_writes_left_is_removed_and_takes_no_room(tmp_path: Path) -> None:
+    sparse(tmp_path / "checkpoints" / "step-000005.tmp" / "big", 1 << 43)
+    sparse(tmp_path / "model.tmp" / "big", 1 << 43)
+    other = sparse(tmp_path / "checkpoints" / "mine.tmp" / "big", 1)
+    resume.require_space(context(tmp_path, disk_bytes=1))
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [other]
+
+
+def test_an_older_model_and_links_to_the_base_make_no_room(tmp_path: Path) -> None:
+    """The new model is written beside the older one; what links lead to is the base's."""
+    base = sparse(tmp_path / "base" / "encoder.safetensors", 1 << 43)
+    run = tmp_path / "run"
+    sparse(run / "model" / "transformer" / "big", 1 << 43)
+    (run / "best").mkdir()
+    (run / "best" / "encoder.safetensors").symlink_to(base)
+    with pytest.raises(NoSpaceError, match="GiB free"):
+        resume.require_space(context(run, disk_bytes=1 << 43))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -14,8 +15,9 @@ import pytest
 import torch
 
 from trainer.data.entry_file import DamagedFileError, read_header, write_safetensors
+from trainer.engine.caching import store
 from trainer.engine.caching.store import Cache, DamagedEntryError, entry_key, prune
-from trainer.errors import ConfigError, ExitCode, NoSpaceError
+from trainer.errors import ConfigError, ExitCode, NoSpaceError, StorageError
 
 KEY = entry_key("text", {"caption": "a cat"})
 
@@ -185,10 +187,24 @@ def test_a_full_disk_leaves_earlier_entries(cache: Cache, monkeypatch: pytest.Mo
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "flux1_dev").write_text("a file")
     # below /proc a folder that cannot be made is said not to exist
-    for cache in (Cache(tmp_path, "flux1_dev"), Cache(Path("/proc/nowhere"), "flux1_dev")):
+    (tmp_path / "itself").symlink_to(tmp_path / "itself")
+    folders = (tmp_path, tmp_path / "itself", Path("/proc/nowhere"))
+    for cache in (Cache(folder, "flux1_dev") for folder in folders):
         assert not cache.has("text", KEY)
         with pytest.raises(ConfigError, match=r"data\.cache_dir"):
             cache.write("text", KEY, tensors())
+
+
+def test_a_temporary_file_that_is_removed_meanwhile_is_not_told_as_a_folder_that_refuses(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def removed(descriptor: int) -> None:
+        for path in cache.directory.rglob("*.tmp"):
+            path.unlink()
+
+    monkeypatch.setattr(os, "fsync", removed)
+    with pytest.raises(StorageError, match="was removed while it was written"):
+        cache.write("text", KEY, tensors())
 
 
 def test_a_folder_in_an_entrys_place_is_told(cache: Cache) -> None:
@@ -301,3 +317,38 @@ def test_prune_keeps_what_is_used_and_what_is_not_its_own(cache: Cache) -> None:
 
 def test_prune_of_no_folder_is_nothing(tmp_path: Path) -> None:
     assert prune(tmp_path / "none", set()) == (0, 0)
+
+
+def test_a_damaged_entry_that_may_not_be_removed_is_told(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had ended the thread that reads ahead with a plain OSError."""
+    cache.write("text", KEY, tensors())
+    path = cache.path("text", KEY)
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+    def refused(path: Path, *, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(DamagedEntryError, match="its checksum is wrong") as caught:
+        cache.read("text", KEY)
+    assert "remove it, which this user may not" in caught.value.problems[0].remedy
+    assert path.is_file()
+
+
+def test_a_header_that_the_disk_does_not_give_is_damage(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.write("text", KEY, tensors())
+    codes = iter((errno.EIO, errno.EACCES))
+
+    def failing(path: Path) -> None:
+        code = next(codes)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(store, "read_header", failing)
+    with pytest.raises(DamagedEntryError, match="the disk cannot read it"):
+        cache.header("text", KEY)
+    with pytest.raises(StorageError, match="while reading it"):
+        cache.header("text", KEY)

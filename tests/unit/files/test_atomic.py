@@ -33,6 +33,19 @@ def test_the_old_content_stays_until_the_block_ends_and_when_it_fails(tmp_path: 
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_two_containers_do_not_share_a_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of processes and threads are equal in two PID namespaces."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    monkeypatch.setattr("threading.get_native_id", lambda: 7)
+    path = tmp_path / "file"
+    with atomic.writing(path) as first:
+        first.write(b"first")
+        atomic.write_text(path, "second")
+    assert path.read_text() == "first"
+
+
 def test_new_files_have_the_usual_mode(tmp_path: Path) -> None:
     usual = tmp_path / "usual"
     usual.touch()
@@ -60,8 +73,8 @@ def test_a_full_disk_is_told_with_its_exit_code_and_the_old_file_stays(tmp_path:
 def test_other_errors_keep_their_type(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         atomic.write_text(tmp_path / "absent" / "file", "text")
-    with pytest.raises(IsADirectoryError), atomic.no_space_told(tmp_path):
-        os.open(tmp_path, os.O_WRONLY)
+    with pytest.raises(FileExistsError), atomic.no_space_told(tmp_path):
+        tmp_path.mkdir()
 
 
 @pytest.mark.parametrize(
@@ -92,3 +105,84 @@ def test_a_disk_that_fails_or_refuses_is_told_with_file_and_remedy(
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(StorageError, match="while reading it"), atomic.reading_told(path):
         raise OSError(code, os.strerror(code))
+
+
+def test_what_stands_in_the_way_is_told_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(StorageError, match="a folder stands where this file belongs"):
+        atomic.write_text(tmp_path / "folder", "text")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(StorageError, match="a file stands where a folder belongs"):
+        atomic.write_text(tmp_path / "file" / "new", "text")
+    assert (tmp_path / "file").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def fill(target: Path, text: str) -> None:
+    with atomic.whole_folder(target) as folder:
+        (folder / "file").write_text(text)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_new_folder_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    for text in ("old", "new"):
+        fill(tmp_path / "model", text)
+    assert (tmp_path / "model" / "file").read_text() == "new"
+    assert names(tmp_path) == ["model"]
+
+
+def test_the_old_folder_is_kept_until_the_new_one_is_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "model"
+    fill(target, "old")
+
+    def refused(path: Path, target: Path) -> None:
+        assert any((one / "file").read_text() == "old" for one in tmp_path.iterdir() if one != path)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "replace", refused)
+    with pytest.raises(StorageError, match="while writing it"):
+        fill(target, "new")
+    assert (target / "file").read_text() == "old"
+    assert names(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_folder_that_an_interrupted_call_left_aside_comes_back(tmp_path: Path, replaced: bool) -> None:
+    target, aside = tmp_path / "model", tmp_path / ".model.old"
+    fill(target, "old")
+    target.rename(aside)
+    if replaced:
+        fill(tmp_path / "other", "new")
+        (tmp_path / "other").rename(target)
+    with pytest.raises(RuntimeError), atomic.whole_folder(target):
+        raise RuntimeError
+    assert (target / "file").read_text() == ("new" if replaced else "old")
+    assert names(tmp_path) == ["model"]
+
+
+def test_a_folder_that_a_user_calls_old_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "model.old").mkdir()
+    fill(tmp_path / "model", "new")
+    assert names(tmp_path) == ["model", "model.old"]
+
+
+UNREADABLE = Path("/proc/self/mem")
+"""A file whose first byte cannot be read: EIO."""
+
+
+def test_a_copy_names_the_file_whose_disk_failed(tmp_path: Path) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.write_bytes(b"bytes" * 1000)
+    atomic.copy_file(source, copy)
+    assert copy.read_bytes() == source.read_bytes()
+    with pytest.raises(StorageError, match="while reading it") as caught:
+        atomic.copy_file(UNREADABLE, copy)
+    assert caught.value.problems[0].where == str(UNREADABLE)
+    with pytest.raises(NoSpaceError, match="while writing it") as caught:
+        atomic.copy_file(source, Path("/dev/full"))
+    assert caught.value.problems[0].where == "/dev/full"

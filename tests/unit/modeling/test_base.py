@@ -69,6 +69,38 @@ def test_files_are_those_of_the_index(tmp_path: Path) -> None:
         shard_files(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("names", "index", "read"),
+    [
+        # transformers looks for the single file first, diffusers for the index
+        (["model.safetensors"], "model", ["model.safetensors"]),
+        (["diffusion_pytorch_model.safetensors"], "diffusion_pytorch_model", list(SHARDS)),
+        ([], "model", list(SHARDS)),
+        (["model.fp16.safetensors"], "model", list(SHARDS)),
+        (["model.safetensors"], "consolidated", ["model.safetensors"]),
+    ],
+)
+def test_of_a_file_and_an_index_its_library_reads_one(
+    tmp_path: Path, names: list[str], index: str, read: list[str]
+) -> None:
+    for name in (*names, *SHARDS):
+        write_shapes(tmp_path / name, [name])
+    write_index(tmp_path)
+    (tmp_path / "diffusion_pytorch_model.safetensors.index.json").rename(
+        tmp_path / f"{index}.safetensors.index.json"
+    )
+    assert [file.name for file in weight_files(tmp_path).files] == read
+
+
+def test_an_index_is_read_beside_a_link_to_nothing(tmp_path: Path) -> None:
+    write_index(tmp_path)
+    (tmp_path / "diffusion_pytorch_model.safetensors.index.json").rename(
+        tmp_path / "model.safetensors.index.json"
+    )
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blob")
+    assert weight_files(tmp_path).missing == SHARDS
+
+
 def test_names_tell_of_shards_where_no_index_is_there_yet(tmp_path: Path) -> None:
     write_shapes(tmp_path / SHARDS[2], ["a"])
     assert weight_files(tmp_path).missing == SHARDS[:2]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,11 @@ from transformers import (
 from trainer import families
 from trainer.errors import AccessError
 from trainer.modeling.base.load import build_structure, fill_structure, load_component
-from trainer.modeling.base.source import ModelSource
+from trainer.modeling.base.source import ModelSource, fingerprint
 from trainer.modeling.base.structure import Structure
 from trainer.modeling.storage.quantize import count_quantized
-from trainer.planning.shapes.geometry import linear_weights, quantized_linears
-from trainer.ways.storages import ENCODERS_KEEP
+from trainer.planning.shapes.geometry import fp32_parameters, linear_weights, quantized_linears
+from trainer.ways.storages import ENCODERS_FP32_IN_FP16, ENCODERS_KEEP
 
 # rows of 64 values and more: bitsandbytes' CPU kernel unpacks shorter ones wrongly
 _LAYERS = {
@@ -138,13 +139,16 @@ def test_the_layers_are_quantised_and_nothing_else(kind: Any, encoder: Callable[
     assert all(torch.equal(value, whole.get_parameter(name)) for name, value in others.items())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @CLASSES
-def test_streaming_gives_what_the_library_loads(kind: Any, encoder: Callable[[Any], ModelSource]) -> None:
-    """Names of older files, tied matrices and tables included."""
+def test_streaming_gives_what_the_library_loads(
+    kind: Any, dtype: torch.dtype, encoder: Callable[[Any], ModelSource]
+) -> None:
+    """Names of older files, tied matrices, tables, and what a class keeps in fp32 included."""
     base = encoder(kind)
-    expected = kind.from_pretrained(base.folder / "text_encoder", dtype=torch.bfloat16).state_dict()
+    expected = kind.from_pretrained(base.folder / "text_encoder", dtype=dtype).state_dict()
     empty = build_structure(
-        kind, base, "text_encoder", device="cpu", dtype=torch.bfloat16, replace=lambda name, linear: None
+        kind, base, "text_encoder", device="cpu", dtype=dtype, replace=lambda name, linear: None
     )
     found = fill_structure(empty).state_dict()
     assert found.keys() == expected.keys()
@@ -152,6 +156,53 @@ def test_streaming_gives_what_the_library_loads(kind: Any, encoder: Callable[[An
     assert {name: value.dtype for name, value in found.items()} == {
         name: value.dtype for name, value in expected.items()
     }
+
+
+def test_files_beside_each_other_are_read_as_the_library_reads_them(
+    encoder: Callable[[Any], ModelSource],
+) -> None:
+    """Shards with an index, and other values in one file: which are loaded is not up to the storage."""
+    base = encoder(T5EncoderModel)
+    folder = base.folder / "text_encoder"
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    shard = "model-00001-of-00001.safetensors"
+    save_file({name: 2 * value for name, value in tensors.items()}, folder / shard, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    plain, stored = (load(T5EncoderModel, base, weights) for weights in (None, "int8"))
+    assert torch.equal(plain.shared.weight, tensors["shared.weight"])
+    assert torch.equal(stored.shared.weight, plain.shared.weight)
+    before = fingerprint(base.folder, ["text_encoder"], ())
+    save_file({name: 3 * value for name, value in tensors.items()}, path, {"format": "pt"})
+    assert fingerprint(base.folder, ["text_encoder"], ()) != before
+
+
+@pytest.mark.parametrize("random", [frozenset(), frozenset({"text_encoder"})], ids=["files", "random"])
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_a_t5_whose_mlps_overflow_fp16_is_encoded_right_in_it(
+    weights: str | None, random: frozenset[str], encoder: Callable[[Any], ModelSource]
+) -> None:
+    """T5-XXL has such a residual stream; in fp16 alone T5 clamps it, and the result is finite and wrong."""
+    base = encoder(T5EncoderModel)
+    (path,) = (base.folder / "text_encoder").glob("*.safetensors")
+    save_file({name: value * (5e5 if ".wo." in name else 1) for name, value in load_file(path).items()}, path)
+    base = dataclasses.replace(base, random_components=random)
+    found = load(T5EncoderModel, base, weights, torch.float16)
+    kept = {name for name, one in found.named_parameters() if one.dtype == torch.float32}
+    assert kept == {f"encoder.block.{number}.layer.1.DenseReluDense.wo.weight" for number in range(2)}
+    if not random:
+        expected = embeddings(load(T5EncoderModel, base, None))
+        assert error(embeddings(found), expected) < BANDS["int8"]
+
+
+def test_the_planner_knows_what_encoders_keep_in_fp32(encoder: Callable[[Any], ModelSource]) -> None:
+    for kind in CONFIGS:
+        model = load(kind, encoder(kind), None, torch.float16)
+        shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+        kept = sum(one.numel() for one in model.parameters() if one.dtype == torch.float32)
+        assert fp32_parameters(shapes, ENCODERS_FP32_IN_FP16) == kept
+        assert bool(kept) == (kind is T5EncoderModel)
 
 
 OLD_NAMES: dict[Any, tuple[tuple[str, str], ...]] = {

@@ -223,6 +223,31 @@ def test_a_dora_on_a_layer_that_comfyui_keeps_the_other_way_round_changes_it_by_
         assert torch.allclose(theirs, wanted[order], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rank", "alpha"), [(16, 8.0), (12, 8.0), (10, 1.0)])
+def test_a_lokr_changes_weights_by_as_much_in_comfyui(
+    tmp_path: Path, dtype: torch.dtype, rank: int, alpha: float
+) -> None:
+    """Its scale is in one factor, which was rounded to bf16 again."""
+    generator = torch.Generator().manual_seed(0)
+    w1, w2_a, w2_b = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((8, 8), (16, rank), (rank, 16))
+    )
+    config = {"r": rank, "alpha": alpha, "rank_pattern": {}, "alpha_pattern": {}}
+    write_comfyui(
+        {"l.lokr_w1": w1, "l.lokr_w2_a": w2_a, "l.lokr_w2_b": w2_b},
+        tmp_path / "x.safetensors",
+        {},
+        config=config,
+        key_of=lambda module: module,
+        weight_of=no_weight,
+    )
+    found = {name: tensor.float() for name, tensor in load_file(tmp_path / "x.safetensors").items()}
+    theirs = torch.kron(found["l.lokr_w1"], found["l.lokr_w2_a"] @ found["l.lokr_w2_b"])
+    ours = alpha / rank * torch.kron(w1.float(), w2_a.float() @ w2_b.float())
+    assert (theirs - ours).norm() / ours.norm() < 1e-6
+
+
 def no_weight(module: str) -> torch.Tensor:
     raise AssertionError(f"a plain LoRA needs no weight of {module}")
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.unit.modeling.small_models import FAMILIES, case, difference, relative
+from tests.unit.modeling.small_models import FAMILIES, case, difference, relative, with_inputs
 from trainer.modeling.adapter.joined_lora import join_siblings
+from trainer.modeling.attention.setting import set_attention
+from trainer.modeling.base.load import build_structure, fill_structure
+from trainer.modeling.base.source import ModelSource
 from trainer.modeling.blocks import recompute
 from trainer.modeling.blocks.compiled import compile_blocks, graphs_compiled
 from trainer.modeling.blocks.recompute import Recomputed, give_base, recompute_blocks, repeated_blocks
@@ -24,6 +28,33 @@ def test_outputs_and_gradients_stay_bit_for_bit() -> None:
         (output, found), (wanted_output, wanted) = one.gradients(), other.gradients()
         assert torch.equal(output, wanted_output)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("random", [frozenset(), frozenset({""})], ids=["files", "random"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_attention_dropout_of_a_base_changes_no_gradient(
+    family: str, random: frozenset[str], tmp_path: Path
+) -> None:
+    """Its masks were other ones where blocks are recomputed: gradients were not those of the loss."""
+    plain = case(family, adapted=False)
+    plain.model.config.attention_dropout = 0.5
+    plain.model.save_pretrained(tmp_path)
+    source = ModelSource(folder=tmp_path, identity="x", revision=None, random_components=random, seed=0)
+
+    def gradients(*, again: bool) -> dict[str, torch.Tensor]:
+        kind = type(plain.model)
+        structure = build_structure(kind, source, "", device="cpu", dtype=torch.float32, replace=None)
+        model: Any = fill_structure(structure)
+        set_attention(model, "native")
+        blocks = repeated_blocks(model, plain.family.blocks)
+        if again:
+            recompute_blocks(blocks, draws=recompute.has_dropout(model))
+        one = with_inputs(family, model.train().requires_grad_(True), 64)
+        return one.gradients()[1]
+
+    wanted, found, once_more = gradients(again=False), gradients(again=True), gradients(again=False)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert all(torch.equal(once_more[name], value) for name, value in wanted.items())
 
 
 def test_what_tells_the_device_of_random_numbers_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,10 @@ def _no_config(folder: Path) -> None:
     (folder / "tokenizer/tokenizer_config.json").unlink()
 
 
+def _no_config_of_its_own(folder: Path) -> None:
+    (folder / "text_encoder/config.json").rename(folder / "text_encoder/generation_config.json")
+
+
 def _no_weights(folder: Path) -> None:
     (folder / "vae/diffusion_pytorch_model.safetensors").unlink()
 
@@ -122,7 +126,8 @@ def _missing_shard(folder: Path) -> None:
 
 
 def _broken_index(folder: Path) -> None:
-    (folder / "transformer/model.safetensors.index.json").write_text('{"weight_map": ')
+    index = folder / "transformer/diffusion_pytorch_model.safetensors.index.json"
+    index.write_text('{"weight_map": ')
 
 
 @pytest.mark.parametrize(
@@ -130,10 +135,11 @@ def _broken_index(folder: Path) -> None:
     [
         (_no_vae, "my-base/vae: the base model has no component 'vae'"),
         (_no_config, "my-base/tokenizer: no config file"),
+        (_no_config_of_its_own, "my-base/text_encoder: no config.json"),
         (_no_weights, "my-base/vae: no .safetensors file"),
         (_pickled, "pickled weights are never loaded, convert them to safetensors"),
         (_missing_shard, "1 of 2 weight files are missing, first model-00002-of-00002.safetensors"),
-        (_broken_index, "model.safetensors.index.json: the index of the weight files cannot be read"),
+        (_broken_index, "pytorch_model.safetensors.index.json: the index of the weight files cannot be read"),
     ],
 )
 def test_an_incomplete_folder_has_no_access(

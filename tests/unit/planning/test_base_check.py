@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import TINY_MODELS
+from tests.unit.data.test_bad_sets import nobody
 from tests.unit.planning.conftest import machine
 from trainer.config.reading.load import Loaded
 from trainer.config.schema import RunConfig
 from trainer.engine.building.base_load_check import check_loadable
 from trainer.errors import AccessError, ConfigError
 from trainer.families import components, get
+from trainer.modeling.base.base import is_repository, local_folder
 from trainer.modeling.base.load import load_component, renaming
 from trainer.modeling.base.source import resolve_source
 from trainer.modeling.base.structure import built_empty
@@ -136,6 +139,10 @@ QUICK = {
         edited("transformer/config.json", num_layers="two"),
         "transformer: num_layers is 'two'",
     ),
+    "size is zero": (
+        edited("transformer/config.json", num_attention_heads=0),
+        "transformer: num_attention_heads is 0, and a size cannot be 0",
+    ),
     "size is negative": (edited("transformer/config.json", num_layers=-2), "transformer: num_layers is -2"),
     "size is missing": (
         edited("transformer/config.json", num_attention_heads="GONE"),
@@ -171,6 +178,14 @@ QUICK = {
     "scheduler of another class": (
         edited("model_index.json", scheduler=["diffusers", "DDIMScheduler"]),
         "scheduler: it is a DDIMScheduler",
+    ),
+    "scheduler garbage": (
+        replaced("scheduler/scheduler_config.json", "garbage"),
+        "scheduler/scheduler_config.json: cannot be read",
+    ),
+    "scheduler with a text": (
+        edited("scheduler/scheduler_config.json", num_train_timesteps="many"),
+        "scheduler: num_train_timesteps is 'many', and a number is needed",
     ),
     "index is garbage": (replaced("model_index.json", "{]"), "model_index.json"),
     "no tokenizer": (gone("tokenizer"), "no component 'tokenizer'"),
@@ -221,8 +236,8 @@ def test_a_language_model_whose_classes_are_in_no_list_is_told_so(
 
 SLOW = {
     "a size that its files do not have": (
-        edited("transformer/config.json", num_attention_heads=0),
-        "have another shape than its config says, first context_embedder.bias: 64, not 0",
+        edited("transformer/config.json", joint_attention_dim=8),
+        "have another shape than its config says, first context_embedder.weight: 64 x 32, not 64 x 8",
     ),
     "a class's default in place of a size": (
         edited("transformer/config.json", in_channels="GONE"),
@@ -261,14 +276,6 @@ SLOW = {
     "tokenizer config garbage": (
         replaced("tokenizer/tokenizer_config.json", "[1"),
         "tokenizer: CLIPTokenizer cannot",
-    ),
-    "scheduler garbage": (
-        replaced("scheduler/scheduler_config.json", "garbage"),
-        "scheduler: its config is not",
-    ),
-    "scheduler with a text": (
-        edited("scheduler/scheduler_config.json", num_train_timesteps="many"),
-        "scheduler: its config is not",
     ),
 }
 
@@ -353,6 +360,17 @@ def test_a_window_shorter_than_a_conversation_is_refused(
     assert f"write data.max_sequence_length: {window} or less" in problem.remedy
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_attention_dropout_that_a_base_asks_for_is_told(
+    tiny_base: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    base = Path(shutil.copytree(tiny_base(family), tmp_path / "base"))
+    assert not [one for one in plan(base, family).warnings if "dropout" in one]
+    edited("config.json", attention_dropout=0.1)(base)
+    (told,) = (one for one in plan(base, family).warnings if "dropout" in one)
+    assert told.startswith("the base is trained without the attention_dropout of 0.1 that ")
+
+
 @pytest.mark.parametrize(
     ("base", "family"), [("flux1_kontext", "flux1_dev"), ("qwen_image_edit", "qwen_image")]
 )
@@ -361,6 +379,49 @@ def test_a_base_that_two_families_can_train_is_told(
 ) -> None:
     warnings = plan(tiny_base(base), family).warnings
     assert [one for one in warnings if f"for which `family: {base}` is" in one]
+
+
+@pytest.mark.parametrize("closed", ["above", "above/base", "above/base/transformer"])
+def test_a_folder_that_this_user_may_not_enter_is_named(tiny_flux1_dev: Path, closed: str) -> None:
+    with tempfile.TemporaryDirectory() as name:  # that of pytest is closed to others
+        base = Path(shutil.copytree(tiny_flux1_dev, Path(name, "above/base")))
+        assert plan(base).device == "cpu"
+        shut, asked = Path(name, closed), loaded(base)
+        with nobody(Path(name)):
+            shut.chmod(0o600)
+            try:
+                for refused in (lambda: plan_run(asked, machine("cpu")), lambda: prepare_base(asked)):
+                    with pytest.raises(AccessError, match="this user may not read") as caught:
+                        refused()
+                    (problem,) = caught.value.problems
+                    assert problem.where == str(base) and str(shut) in problem.what
+                    assert not is_repository(asked.config)
+            finally:
+                shut.chmod(0o700)
+
+
+@pytest.mark.parametrize("closed", [".", "models--owner--name", "models--owner--name/snapshots/" + 40 * "a"])
+def test_a_cache_that_this_user_may_not_enter_is_named(
+    tiny_flux1_dev: Path, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        cache = Path(name, "hub")
+        repository = cache / "models--owner--name"
+        shutil.copytree(tiny_flux1_dev, repository / "snapshots" / (40 * "a"))
+        (repository / "refs").mkdir()
+        (repository / "refs/main").write_text(40 * "a")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+        asked = loaded(Path("owner/name"))
+        assert local_folder(asked.config) is not None
+        with nobody(Path(name)):
+            (cache / closed).chmod(0o600)
+            try:
+                with pytest.raises(AccessError, match="this user may not read") as caught:
+                    prepare_base(asked)
+            finally:
+                (cache / closed).chmod(0o700)
+        (problem,) = caught.value.problems
+        assert problem.where.startswith(str(cache))
 
 
 def test_an_older_edit_base_is_planned(tiny_base: Callable[[str], Path], tmp_path: Path) -> None:

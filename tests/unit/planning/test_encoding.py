@@ -117,8 +117,9 @@ def test_bytes_are_those_of_layers_and_of_what_is_kept(geometry: Geometry) -> No
     only = dataclasses.replace(geometry, components=(part,))
     packed, kept = 4096 * 1024, 2 * 4096 * 1024 + 2 * 1000 * 1024 + 4096 + 32 * 64
 
-    def rows(kind: str) -> dict[str, int]:
-        return {row.name: row.bytes for row in memory.text_rows(storage(text_encoders=kind), only)}
+    def rows(kind: str, dtype: str = "bf16") -> dict[str, int]:
+        stored = storage(text_encoders=kind, dtype=dtype)
+        return {row.name: row.bytes for row in memory.text_rows(stored, only)}
 
     assert rows("")["text encoders"] == 2 * (packed + kept)
     assert rows("int8")["text encoders"] == packed + 4 * 4096 + 2 * kept
@@ -126,3 +127,6 @@ def test_bytes_are_those_of_layers_and_of_what_is_kept(geometry: Geometry) -> No
     assert rows("nf4")["text encoders"] == packed // 2 + scales + scales // 256 * 4 + 2048 + 2 * kept
     assert rows("int8")["int8 unpacked"] == 8 * packed
     assert rows("nf4")["nf4 unpacked"] == 4 * packed
+    # T5 keeps its `wo` in fp32 in fp16, stored or not
+    for kind in ("", "int8", "nf4"):
+        assert rows(kind, "fp16")["text encoders"] == rows(kind)["text encoders"] + 2 * packed

@@ -14,7 +14,7 @@ from tests.unit.planning.test_resolve import matmuls
 from trainer.cli.options import Layers
 from trainer.config.reading.load import Loaded
 from trainer.config.schema import RunConfig
-from trainer.errors import ConfigError, HardwareError
+from trainer.errors import ConfigError, HardwareError, StorageError
 from trainer.planning.kept_decisions import continued
 from trainer.planning.planning import plan_run
 
@@ -47,6 +47,14 @@ def test_decisions_of_the_first_start_stay(load: Load, tmp_path: Path) -> None:
     assert (train.train_batch_size, train.gradient_accumulation_steps) == (2, 8)
     assert found.sources["features.weights"] == str(tmp_path / "plan.json")
     assert found.config.features.attention == "auto"
+
+
+def test_they_stay_where_the_checkpoint_that_the_run_began_from_is_still_named(
+    load: Load, tmp_path: Path
+) -> None:
+    begin(tmp_path)
+    named = load(f"checkpoint.resume_from_checkpoint={tmp_path / 'elsewhere/step-000004'}")
+    assert continued(named).config.features.weights == "fp8"
 
 
 def test_a_run_in_fp16_goes_on(load: Load, tmp_path: Path) -> None:
@@ -157,3 +165,16 @@ def test_another_method_is_not_given_the_optimizer_of_the_run_before(load: Load,
     begin(tmp_path, BEGAN | {"weights": "bf16", "optimizer": "adamw_stochastic_bf16"})
     assert continued(load()).config.train.optimizer == "adamw"
     assert plan_run(continued(load()), machine("h200")).optimizer == "adamw_fused_fp32"
+
+
+def test_a_folder_that_may_not_be_entered_is_told(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = load()
+
+    def glob(path: Path, pattern: str) -> list[Path]:  # permission bits do not hold root
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "glob", glob)
+    with pytest.raises(StorageError, match="Permission denied while reading it"):
+        continued(began)

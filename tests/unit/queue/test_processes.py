@@ -342,6 +342,22 @@ def test_a_run_that_cannot_be_started_fails_and_says_why(real: Local, tmp_path: 
     assert "No such file or directory" in real.log("1")
 
 
+def test_a_job_whose_files_are_damaged_fails_and_keeps_no_other_from_its_turn(
+    real: Local, tmp_path: Path
+) -> None:
+    """A power cut may leave them so."""
+    real.submit([wanted("damaged", (CPU,)), wanted("cats", (CPU,), working_folder=tmp_path)])
+    (jobfiles.job_folder(real.folder, 1) / jobfiles.PICTURES_FILE).write_bytes(b"")
+    assert "no number of pictures" in overview(real)[0].note
+    real.start_due()
+    assert (real.state("1").state, real.state("1").exit_code) == (State.FAILED, ExitCode.BAD_CONFIG)
+    assert "no number of pictures" in real.log("1")
+    real.start_due()
+    wait_for_state(real, "2", State.RUNNING)
+    damaged, other = overview(real)
+    assert "no number of pictures" in damaged.note and "no number of pictures" not in other.note
+
+
 def test_a_run_that_is_stopped_before_it_listens_is_held(real: Local, tmp_path: Path) -> None:
     real.command = (sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)")
     real.submit([wanted("cats", (CPU,))])

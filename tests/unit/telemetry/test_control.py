@@ -44,6 +44,18 @@ def test_a_request_is_open_until_it_is_answered(tmp_path: Path) -> None:
     assert states(tmp_path) == [] and list(tmp_path.iterdir()) == []
 
 
+def test_an_answer_of_before_the_clock_was_set_back_is_none_to_a_later_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = control.put(tmp_path, Order.SAVE)
+    control.take(tmp_path, BETWEEN_STEPS)
+    control.answer(tmp_path, Order.SAVE, step=7, done="checkpoints/step-000007")
+    monkeypatch.setattr(control.time, "time", lambda: first.asked_unix_seconds - 6 * 3600)
+    second = control.put(tmp_path, Order.SAVE)
+    assert [one.step for one in control.requests(tmp_path)] == [7, None], "the open one is the later one"
+    assert second.asked_unix_seconds > first.asked_unix_seconds
+
+
 def test_previews_that_were_not_drawn_are_a_problem_of_the_end(tmp_path: Path) -> None:
     assert control.not_drawn(tmp_path) == ()
     control.put(tmp_path, Order.SAVE)

@@ -45,7 +45,14 @@ def full_text(directory: Path) -> str:
     other.beat(Phase.TRAIN, step=20, median_step_seconds=0.5)
     ranks = read_ranks(directory)
     return metrics_text(
-        directory, version="0.1.0", child_up=True, verdict=verdict(None, 0.0), ranks=ranks, available=5
+        directory,
+        version="0.1.0",
+        child_up=True,
+        verdict=verdict(None, 0.0),
+        ranks=ranks,
+        first_rank=0,
+        unified_memory=False,
+        available=5,
     )
 
 

@@ -95,7 +95,7 @@ def test_it_runs_until_its_supervisor_has_recorded_the_end(run_dir: Path, runtim
     with held(runtime / LOCK_FILE, own):
         assert read_run(run_dir).state is State.RUNNING
         process.end(run_dir, supervisor=own, exit_code=0, cause="", problems=())
-        assert read_run(run_dir).state is State.BEGUN
+        assert read_run(run_dir).state is State.FINISHED
     process.begin(run_dir, supervisor=own, runtime_dir=runtime)
     with held(runtime / LOCK_FILE, own + 1):  # by now another run has the runtime folder
         assert read_run(run_dir).state is State.BEGUN

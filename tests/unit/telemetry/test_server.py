@@ -168,6 +168,16 @@ def test_odd_metrics_of_the_child_do_not_hide_our_own(tmp_path: Path) -> None:
         path = tmp_path / "metrics.prom"
         path.unlink(missing_ok=True)
         write(path)
-        text = metrics_text(tmp_path, version="1", child_up=False, verdict=SICK, ranks=[None], available=None)
+        text = metrics_text(
+            tmp_path,
+            version="1",
+            child_up=False,
+            verdict=SICK,
+            ranks=[None],
+            first_rank=8,
+            unified_memory=True,
+            available=None,
+        )
+        assert 'trainer_supervisor_info{first_rank="8",unified_memory="true",version="1"} 1.0' in text
         assert "trainer_child_up 0.0" in text
         assert "trainer_host_memory_available_bytes NaN" in text

@@ -10,6 +10,7 @@ import socket
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -301,6 +302,13 @@ def test_a_good_end_tells_all_its_steps(tmp_path: Path) -> None:
         writer.beat(phase, step=step)
     told = ending.body(tmp_path, 0, "", (), read_status(tmp_path))
     assert (told["step"], told["steps"]) == (40, 40)
+
+
+def test_a_clock_that_was_set_back_gives_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    StatusWriter(tmp_path).beat(Phase.TRAIN, step=40, total=40)
+    now = time.time()
+    monkeypatch.setattr(ending.time, "time", lambda: now - 6 * 3600)
+    assert ending.body(tmp_path, 0, "", (), read_status(tmp_path))["seconds"] is None
 
 
 def test_a_receiver_that_is_not_there_changes_nothing(

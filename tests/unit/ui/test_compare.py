@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from starlette.testclient import TestClient
 
 from tests.unit.ui import made
 from trainer.telemetry.runs import Run, read_run
@@ -84,6 +85,24 @@ def test_one_place_is_no_difference_however_it_is_written(
     assert settings(("cats", name), (f"{there}/cats", name)) == {
         "data.sets.0.img_dir": ("cats", f"{there}/cats")
     }, "nobody knows where it was started"
+
+
+def test_an_auto_is_no_difference_to_what_its_plan_decided(studio: Studio, two: tuple[Path, Path]) -> None:
+    def settings(*texts: str) -> dict[str, tuple[str, ...]]:
+        for folder, text in zip(two, texts, strict=True):
+            path = folder / "config.resolved.yaml"
+            kept = path.read_text().partition("features:")[0]
+            path.write_text(f"{kept}features:\n  weights: {text}\n  loader: auto\n")
+        return {row.name: row.cells for row in compared(studio, "a", "b").settings}
+
+    assert settings("auto", "int8") == {}, "the plan of both has int8"
+    assert settings("auto", "nf4") == {"features.weights": ("auto", "nf4")}
+    plan = json.loads((two[0] / "plan.json").read_text())
+    plan["decisions"][0]["value"] = "nf4"
+    (two[0] / "plan.json").write_text(json.dumps(plan))
+    assert settings("auto", "nf4") == settings("auto", "auto") == {}, "decisions have their own table"
+    (two[0] / "plan.json").unlink()
+    assert settings("auto", "nf4") == {"features.weights": ("auto", "nf4")}, "nobody knows what it became"
 
 
 def test_decisions_of_plans_are_shown_where_they_differ(studio: Studio, two: tuple[Path, Path]) -> None:
@@ -202,6 +221,26 @@ def test_other_seeds_and_settings_are_said(studio: Studio, two: tuple[Path, Path
         "Another seed: A 0, B 7.",
         "Another width: A 128, B not recorded.",
     )
+
+
+def test_without_a_step_of_training_in_common_each_runs_last_is_shown(
+    studio: Studio, two: tuple[Path, Path], client: TestClient
+) -> None:
+    for folder in two:
+        drawn(folder, 0, seed="3")
+    assert compared(studio, "a", "b").step == 0, "there are no others"
+    for step in (10, 20):
+        drawn(two[0], step, seed="3")
+    drawn(two[1], 15, seed="3")
+    view = compared(studio, "a", "b")
+    assert (view.step, view.steps, view.neighbours) == (None, (0, 10, 15, 20), (None, None))
+    assert [cell.step for cell in view.grid[0].cells if cell] == [20, 15]
+    told = "No step of training with previews of all: each run's last, A at step 20, B at step 15."
+    assert view.grid_notes == (told,)
+    for path in ("", "/comparison.html"):
+        text = client.get(f"/compare{path}?{view.query}&step=").text
+        assert "Previews, each run's last" in text and "step 15, seed 3" in text
+    assert compared(studio, "a", "b", step=0).step == 0, "it is shown where it is asked for"
 
 
 def test_equal_previews_need_no_note(studio: Studio, two: tuple[Path, Path]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from tests.unit.ui import made
 from trainer import families
 from trainer.config import environment
 from trainer.config.reading.load import load
@@ -183,6 +184,82 @@ def test_a_start_is_a_job_of_the_queue_and_a_wrong_one_is_none(client: TestClien
     assert Elements(again.text).having(name="output_dir")[0]["value"] == "mine"
 
 
+def test_a_run_in_the_folder_is_told_and_gone_on_with_only_where_that_is_ticked(
+    client: TestClient, studio: Studio
+) -> None:
+    run = made.make_run(studio.runs / "mine", steps=240, done=240)
+    made.result(run)
+    made.checkpoint(run, 240)
+    made.ended(run, 0)
+    form = {"start": "quickstart", "output_dir": "mine", "train.max_train_steps": "2000"}
+    told = (
+        "mine holds a run: finished, step 240 of 240. "
+        "A start there goes on with it from step 240 to step 2000, and replaces its LoRA"
+    )
+    text = client.post("/new/plan", data=form).text
+    (tick,) = Elements(text).having(name="goes_on")
+    assert told in text and "checked" not in tick
+    queue = Local(folder=environment.queue_dir())
+    for other in ("", str(studio.runs / "other")):
+        answer = client.post("/new/start", data={**form, "goes_on": other})
+        assert answer.status_code == 422 and not queue.jobs()
+        assert "name another folder, or tick “go on with the run in this folder”" in answer.text
+        assert Elements(answer.text).having(name="goes_on", type="checkbox")
+    ticked = {**form, "goes_on": tick["value"]}
+    assert "checked" in Elements(client.post("/new/plan", data=ticked).text).having(name="goes_on")[0]
+    answer = client.post("/new/start", data=ticked)
+    assert answer.status_code == 303 and len(queue.jobs()) == 1
+    page = client.get(answer.headers["location"]).text
+    assert f"it goes on with the run in <code>{run}</code>" in page and "it will write to" not in page
+
+
+@pytest.mark.parametrize(
+    ("steps", "more", "told", "asks"),
+    [
+        (
+            "300",
+            {},
+            "stopped, step 120 of 300. A start there goes on with it from step 100 to step 300",
+            True,
+        ),
+        ("100", {}, "Its 100 steps are trained: a start there only proves its LoRA again", True),
+        ("90", {}, "A start there is refused: its newest checkpoint is of step 100, beyond 90", False),
+        ("300", {"checkpoint.resume_from_checkpoint": "never"}, "A start there is refused: ", False),
+        ("300", {"output_dir": "free"}, "", False),
+        ("300", {"output_dir": "refused"}, "", False),
+        ("300", {"facts": RTX_4090}, "", False),
+    ],
+)
+def test_a_folder_is_told_by_what_a_start_in_it_does(
+    client: TestClient, studio: Studio, steps: str, more: dict[str, str], told: str, asks: bool
+) -> None:
+    run = made.make_run(studio.runs / "mine", done=120)
+    made.checkpoint(run, 100)
+    made.ended(run, 75)
+    (studio.runs / "refused").mkdir()
+    made.ended(studio.runs / "refused", 78)
+    form = {"start": "quickstart", "output_dir": "mine", "train.max_train_steps": steps, **more}
+    page = Elements(client.post("/new/plan", data=form).text)
+    assert told in page.texts.get("occupied", "") and bool(page.having(name="goes_on")) is asks
+    assert ("occupied" in page.texts) is bool(told)
+    if told:
+        given = {"goes_on": "" if asks else str(run)}
+        assert client.post("/new/start", data={**form, **given}).status_code == 422
+
+
+def test_a_run_that_trains_or_cannot_be_read_is_told_too(client: TestClient, studio: Studio) -> None:
+    form = {"start": "quickstart", "output_dir": "mine", "train.max_train_steps": "300"}
+    run = made.make_run(studio.runs / "mine", done=20)
+    with made.running(run, studio.runtime / "one", step=20, steps=300):
+        text = client.post("/new/plan", data=form).text
+        assert "training, step 20 of 300. A start there waits for its end" in text
+    text = client.post("/new/plan", data=form).text
+    assert "It has no checkpoint: a start there trains from step 0 to step 300" in text
+    (run / "config.resolved.yaml").write_text("[")
+    page = Elements(client.post("/new/plan", data=form).text)
+    assert "a run that cannot be read" in page.texts["occupied"] and not page.having(name="goes_on")
+
+
 @pytest.mark.parametrize("path", ["/new/file", "/new/start"])
 def test_the_way_back_to_a_form_with_mistakes_is_a_form(client: TestClient, path: str) -> None:
     assert client.post(path, data={**FORM, "lora.rank": "x"}).status_code == 422
@@ -200,6 +277,7 @@ def test_a_run_like_another_has_its_configuration_and_a_new_folder(
     (run / "run.lock").touch()
     (run / "metrics.jsonl").touch()
     page = Elements(client.get(f"/new?run={identifier(studio.runs, run)}").text)
+    assert not page.having(name="goes_on"), "it has a folder of its own"
     (chosen,) = [one["value"] for tag, one in page.found if tag == "option" and "selected" in one]
     again = client.post("/new/file", data={"start": chosen, "facts": RTX_4090}).text
     assert again == text.replace("runs/first", "runs/first-2")

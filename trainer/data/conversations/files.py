@@ -104,20 +104,21 @@ def _read_parquet(file: Path, layouts: Sequence[Layout]) -> list[Row]:
         what = "reading .parquet needs pyarrow, which is not installed"
         remedy = f"{extras.remedy('parquet')}; or convert the file to .jsonl"
         raise ConfigError(what, where=str(file), remedy=remedy) from error
+    read = dict.fromkeys(key for layout in layouts for key in layout.keys)
     try:
-        table = parquet.read_table(file)
+        there: Sequence[str] = parquet.read_schema(file).names
+        columns = [name for name in read if name in there]
+        # the other columns may be vectors or pictures, of many times the size
+        listed: Sequence[object] = parquet.read_table(file, columns=columns).to_pylist() if columns else []
     except FileNotFoundError as error:
         raise _unreadable(file, error) from error
     except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's own errors are kinds of these
         what, remedy = f"cannot be read as parquet ({error})", "copy it again, or convert it to .jsonl"
         raise DataError(what, where=str(file), remedy=remedy) from error
-    read = dict.fromkeys(key for layout in layouts for key in layout.keys)
-    columns = [name for name in read if name in table.column_names]
     if not columns:
         what = f"the table has no column {' or '.join(f'`{name}`' for name in read)}"
-        remedy = f"it has {', '.join(table.column_names)}: name those that are meant in `columns`"
+        remedy = f"it has {', '.join(there)}: name those that are meant in `columns`"
         raise DataError(what, where=str(file), remedy=remedy)
-    listed: Sequence[object] = table.select(columns).to_pylist()
     return [(f"{file}:{number}", number, row) for number, row in enumerate(listed, start=1)]
 
 

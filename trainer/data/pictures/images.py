@@ -123,8 +123,9 @@ def claimed_size(path: Path) -> tuple[int, int] | None:
             return None
         with warnings.catch_warnings(action="ignore"), Image.open(path, formats=_FORMATS) as image:
             width, height = image.size
-            # PIL decodes a png to look for EXIF behind the pixels
-            exif = {} if image.format == "PNG" and "exif" not in image.info else image.getexif()
+            # PIL decodes a png to look for EXIF behind the pixels, and has turned the size of a tiff already
+            behind = image.format == "PNG" and "exif" not in image.info
+            exif = {} if behind or image.format == "TIFF" else image.getexif()
             on_its_side = exif.get(_EXIF_ORIENTATION, 1) in _ORIENTATIONS_ON_THEIR_SIDE
     except (Image.DecompressionBombError, MemoryError, *_DECODE_ERRORS):
         return None

@@ -11,14 +11,18 @@ import importlib
 import json
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from PIL import Image
 
 from trainer import families
 from trainer.errors import AccessError, Problem
+from trainer.families.draws import dynamic_shift
 from trainer.families.family import Family
 from trainer.files.component_shapes import header_shapes
 from trainer.files.weight_files import read_header, weight_files
@@ -33,8 +37,11 @@ _REFUSED = (
     OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError, RuntimeError,
     AssertionError, ImportError, StrictDataclassError,
 )  # fmt: skip
+_PICTURE = (112, 112)
 _WORDS = "a red apple on the table"
 _REMEDY = "copy the component again, or run `trainer fetch` for a repository"
+_TOKENS = 4096  # a picture of 1024 x 1024
+_ROUNDING = 1e-5
 # of a file: enough to tell weights from a file that was made and never filled
 _SAMPLED_TENSORS, _SAMPLED_BYTES = 16, 64 * 1024
 
@@ -116,16 +123,42 @@ def _is_empty(file: Path) -> bool:
 
 
 def _scheduler(folder: Path) -> Iterator[str]:
+    """Noise levels of training and of previews, made as the families and pipelines make them."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     try:
         scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder)
-        levels = scheduler.sigmas
+        trained = scheduler.sigmas.clone()
+        scheduler.set_timesteps(sigmas=[1.0, 0.5], mu=dynamic_shift(scheduler.config, _TOKENS))
     except _REFUSED as error:
         yield f"its config is not that of a scheduler ({_line(error)})"
         return
-    if levels.numel() < 2 or not bool(torch.isfinite(levels).all()):
+    if trained.numel() < 2 or not _are_levels(trained) or not bool(trained.all()):
         yield "its config gives no noise levels"
+    elif not _are_levels(scheduler.sigmas):
+        yield "its config gives no noise levels for previews"
+
+
+def _are_levels(levels: torch.Tensor) -> bool:
+    """True for finite shares of noise of which not all are equal."""
+    low, high = levels.min().item(), levels.max().item()  # NaN is neither
+    return low >= 0 and high <= 1 + _ROUNDING and low < high
+
+
+class _Refusal(AbstractContextManager["_Refusal"]):
+    """Ends its block at an error of the libraries' making, and holds it.
+
+    The library behind tokenizers raises Exception itself for a tokenizer.json that is not one.
+    """
+
+    error: BaseException | None = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if isinstance(error, _REFUSED) or kind is Exception:
+            self.error = error
+        return self.error is not None
 
 
 def _tokenizer(family: Family, source: ModelSource, name: str) -> Iterator[str]:
@@ -133,20 +166,25 @@ def _tokenizer(family: Family, source: ModelSource, name: str) -> Iterator[str]:
     import transformers
 
     class_name = named_class(family, name) if name else "AutoTokenizer"
-    try:
+    ids, text = [], ""
+    with _Refusal() as refusal:
         loaded: Any = getattr(transformers, class_name).from_pretrained(
             source.folder / name, local_files_only=True
         )
-        # a processor reads pictures besides
-        reader = loaded.tokenizer if isinstance(loaded, transformers.ProcessorMixin) else loaded
+        reader = loaded
+        if isinstance(loaded, transformers.ProcessorMixin):  # it reads pictures besides
+            reader = loaded.tokenizer
+            loaded.image_processor(images=[Image.new("RGB", _PICTURE)], return_tensors="pt")
         special = {reader.unk_token, *reader.all_special_tokens}
-        ids, text = [], ""
         # the library behind it ends without a class of error where there is no word at all
         if reader.get_vocab().keys() - special:
             ids = list(reader(_WORDS).input_ids)
             text = reader.decode([one for one in ids if reader.convert_ids_to_tokens(one) not in special])
-    except _REFUSED as error:
-        yield f"{class_name} cannot be opened ({_line(error)})"
+            # a name that the vocabulary lacks becomes a token behind its last one; only encoders pad
+            named = (reader.bos_token_id, reader.eos_token_id, reader.pad_token_id if name else None)
+            ids += [one for one in named if one is not None]
+    if refusal.error is not None:
+        yield f"{class_name} cannot be opened ({_line(refusal.error)})"
         return
     if not any(letter.isalpha() for letter in text):
         yield f"it knows none of the words {_WORDS!r}: its vocabulary is missing"
@@ -157,7 +195,7 @@ def _tokenizer(family: Family, source: ModelSource, name: str) -> Iterator[str]:
     # some say it of their language model alone
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     if isinstance(size, int) and max(ids) >= size:
-        yield f"it gives the token {max(ids)}, and {encoder.name or 'the model'} knows {size}"
+        yield f"it gives the token {max(ids)}, and {encoder.name if name else 'the model'} knows {size}"
 
 
 def _line(error: BaseException) -> str:

@@ -215,6 +215,9 @@ def _parts(context: Context, kind: EntryKind) -> dict[str, str]:
         return parts | {"tiling": str(context.plan.vae_tiling)}
     if stored is not None:
         parts["stored"] = stored
+    if dtype == torch.float16 and (stored is not None or built):
+        # the type of T5's last projections: entries without this part are of ones in fp16, which overflow
+        parts["kept_in_fp32"] = "yes"
     if (template := template_key(context)) is not None:
         parts["chat_template"] = template
     return parts | {"max_sequence_length": str(context.config.data.max_sequence_length)}

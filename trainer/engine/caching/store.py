@@ -35,12 +35,15 @@ MISSING = "it is gone"
 # Python's own objects for one entry of two tensors
 _OBJECT_BYTES = 2048
 _MOVE = "move it away, or remove it, and start again"
+_LEAVE_ALONE = "leave the cache folder alone while a run writes there, and start again"
 # in /proc a folder that cannot be made "does not exist"
-_NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT})
+_NOT_WRITABLE = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP}
+)
 
 
 class DamagedEntryError(DataError):
-    """A cache entry is damaged or gone. It was removed: the next run encodes it again."""
+    """A cache entry is damaged or gone. It was removed where this user may: the next run encodes it again."""
 
 
 def entry_key(kind: str, parts: Mapping[str, str]) -> str:
@@ -87,9 +90,13 @@ class Cache:
         return None
 
     def header(self, kind: str, key: str) -> dict[str, tuple[int, ...]]:
-        """Shapes of the entry's tensors by name, without torch. Raises DamagedEntryError."""
+        """Shapes of the entry's tensors by name, without torch. Raises DamagedEntryError,
+        StorageError.
+        """
+        path = self.path(kind, key)
         try:
-            return dict(read_header(self.path(kind, key))[0].shapes)
+            with _reading(path):
+                return dict(read_header(path)[0].shapes)
         except (DamagedFileError, FileNotFoundError) as error:
             raise self._damaged(kind, key, error) from error
 
@@ -149,6 +156,9 @@ class Cache:
         except (OSError, StorageError) as error:
             cause = error.__cause__ if isinstance(error, StorageError) else error
             code = cause.errno if isinstance(cause, OSError) else None
+            if code == errno.ENOENT and path.parent.is_dir():
+                what = "the temporary file of this cache entry was removed while it was written"
+                raise StorageError(what, where=str(path), remedy=_LEAVE_ALONE) from error
             if code == errno.EISDIR:
                 raise ConfigError(
                     "a folder stands where this entry of the cache belongs", where=str(path), remedy=_MOVE
@@ -163,13 +173,20 @@ class Cache:
 
     def _damaged(self, kind: str, key: str, problem: str | Exception) -> DamagedEntryError:
         """The error for an unusable entry, which is removed so that it is encoded again."""
-        path = self.path(kind, key)
-        path.unlink(missing_ok=True)
+        path, remedy = (
+            self.path(kind, key),
+            "start again: it is encoded anew; if this comes back, check the disk",
+        )
+        try:
+            with atomic.no_space_told(path):
+                path.unlink(missing_ok=True)
+        except StorageError:
+            remedy = "remove it, which this user may not, then start again: it is encoded anew"
         gone = problem == MISSING or isinstance(problem, FileNotFoundError)
         return DamagedEntryError(
             "this cache entry is gone" if gone else f"this cache entry is damaged: {problem}",
             where=str(path),
-            remedy="start again: it is encoded anew; if this comes back, check the disk",
+            remedy=remedy,
         )
 
 
@@ -180,6 +197,8 @@ def _reading(path: Path) -> Iterator[None]:
         try:
             yield
         except OSError as error:
+            if error.errno == errno.ELOOP:  # a link to itself is no folder: `write` tells
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from error
             if error.errno != errno.EIO:
                 raise
             raise DamagedFileError("the disk cannot read it") from error

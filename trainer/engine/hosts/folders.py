@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import itertools
@@ -32,6 +33,7 @@ _SEEN_SECONDS = 3.0
 """Longest time until a file that another host made is seen in a folder of a network."""
 _LOOK_SECONDS = 0.1
 _SENT_SECONDS = 120.0
+_REFUSALS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _FROM = "from"
 """Folder, in the run's, of a checkpoint of another run that was sent."""
 
@@ -53,7 +55,7 @@ def found(context: Context) -> Context:
     ranks = context.ranks
     if ranks.hosts == 1:
         return context
-    cache = _which_see(ranks, context.cache_dir)
+    cache = _which_see(ranks, context.cache_dir, refusing=True)
     run = _which_see(ranks, context.run_dir)
     group = tuple(rank for rank in range(ranks.size) if cache[rank // ranks.ranks_here] == cache[ranks.host])
     shared = run[ranks.host] == 0
@@ -72,27 +74,40 @@ def found(context: Context) -> Context:
     return dataclasses.replace(context, cache_ranks=group, shares_run_dir=shared)
 
 
-def _which_see(ranks: Ranks, folder: Path) -> list[int]:
-    """The first host whose folder each host sees as its own one, by host."""
-    name = ""
-    if ranks.speaks:
-        folder.mkdir(parents=True, exist_ok=True)
-        mark = folder / f".host-{ranks.host}-{uuid.uuid4().hex}"
-        with atomic.no_space_told(mark):
-            mark.touch()
-        name = mark.name
+def _which_see(ranks: Ranks, folder: Path, *, refusing: bool = False) -> list[int]:
+    """The first host whose folder each host sees as its own one, by host. With `refusing` a folder that takes
+    no file may be one of them: where nobody else's file is seen in it, it is the host's own.
+
+    Raises StorageError.
+    """
+    name = _mark(ranks, folder, refusing=refusing) if ranks.speaks else ""
     names = ranks.gathered(name)[:: ranks.ranks_here]
     seen: set[int] = set()
     if ranks.speaks:
         end = time.monotonic() + _SEEN_SECONDS
-        while len(seen) < ranks.hosts and time.monotonic() < end:
-            there = {path.name for path in folder.iterdir()}
+        while len(seen) < sum(map(bool, names)) and time.monotonic() < end:
+            there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
             seen = {host for host, one in enumerate(names) if one in there}
             time.sleep(_LOOK_SECONDS)
+        seen = seen or {ranks.host}
     told = ranks.gathered(seen)[:: ranks.ranks_here]
-    if ranks.speaks:
+    if name:
         (folder / name).unlink(missing_ok=True)
     return [min(one) for one in told]
+
+
+def _mark(ranks: Ranks, folder: Path, *, refusing: bool) -> str:
+    """The name of this host's file in the folder; empty where that takes none."""
+    mark = folder / f".host-{ranks.host}-{uuid.uuid4().hex}"
+    with atomic.no_space_told(mark):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        except OSError as error:
+            if not refusing or error.errno not in _REFUSALS:
+                raise
+            return ""
+    return mark.name
 
 
 def first_other_sample(context: Context, records: Sequence[Record]) -> str:
@@ -166,6 +181,7 @@ def handed(context: Context, path: Path) -> Path:
     wants = not context.shares_run_dir and ranks.speaks and _lacks(target, files)
     if True in ranks.gathered(wants):
         _send(context, path, target if wants else None, files)
+        ranks.meet()  # the first rank of a host writes for its others, which have heard all a moment before
     return target
 
 
@@ -225,7 +241,8 @@ def _send(context: Context, path: Path, target: Path | None, files: list[_File])
         if target is not None:
             whole = bool(files[0].name)
             if not whole:
-                target.parent.mkdir(parents=True, exist_ok=True)
+                with atomic.no_space_told(target):
+                    target.parent.mkdir(parents=True, exist_ok=True)
             folder = stack.enter_context(atomic.whole_folder(target)) if whole else target
         for file in files:
             source = path / file.name if file.name else path
@@ -243,6 +260,7 @@ def _send(context: Context, path: Path, target: Path | None, files: list[_File])
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[Callable[[bytes], object]]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic.no_space_told(path), atomic.writing(path) as file:
-        yield file.write
+    with atomic.no_space_told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic.writing(path) as file:
+            yield file.write

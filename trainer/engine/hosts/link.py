@@ -12,7 +12,7 @@ from trainer.config.secrets import redacted
 from trainer.engine.context import Context
 from trainer.engine.ranks import Ranks
 from trainer.files import atomic, codec
-from trainer.planning.plan import Decision, Plan
+from trainer.planning.plan import Decision
 
 BYTES = 32 * 2**20
 """Bytes that all ranks send in one exchange, of which there are two: the first one connects."""
@@ -21,7 +21,7 @@ SLOW = 2e9
 _ROW = "link"
 
 
-def tell_link(context: Context, plan_text: str, plan_file: Path | None) -> None:
+def tell_link(context: Context, plan_file: Path | None) -> None:
     """Measure the rate between hosts, say it, and add its row to the plan in `plan_file`, where one is given.
 
     All ranks call it, once their devices are connected; it does nothing for one host.
@@ -31,8 +31,7 @@ def tell_link(context: Context, plan_text: str, plan_file: Path | None) -> None:
     row = _row(context, measured(context.ranks, context.device))
     context.say(f"link: {row.value}; {row.reason}")
     if plan_file is not None:
-        plan = codec.from_json(Plan, plan_text, str(plan_file))
-        told = dataclasses.replace(plan, decisions=(*plan.decisions, row))
+        told = dataclasses.replace(context.plan, decisions=(*context.plan.decisions, row))
         atomic.write_text(plan_file, redacted(codec.to_json(told)))
 
 

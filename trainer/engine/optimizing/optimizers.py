@@ -101,6 +101,5 @@ def load_whole_state(
         name, _, key = label.rpartition("/")
         is_number = tensor.dim() == 0 and tensor.dtype in (torch.int64, torch.float64)
         held = group if name == OF_ALL else optimizer.state[values[name]]
-        held[key] = (
-            tensor.item() if is_number else tensor if name == OF_ALL else tensor.to(values[name].device)
-        )
+        place = group["params"][0] if name == OF_ALL else values[name]
+        held[key] = tensor.item() if is_number else tensor.to(place.device)

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from trainer.engine.records.early_stop import Patience
 from trainer.engine.records.fingerprint import Change, changes
 from trainer.errors import ConfigError, Problem
 from trainer.files.atomic import (
@@ -102,12 +103,17 @@ def save(
             write_text(temporary / _STATE, json.dumps(state, indent=1, sort_keys=True))
         # later ones are damaged, since the run went on from an earlier one, and are replaced on its way
         ours = [folder for folder in steps_on_disk(root) if step_of(folder) <= snapshot.step]
-        leftovers = [folder for folder in root.glob("step-*.tmp") if _NAME.fullmatch(folder.stem)]
         for folder in ours[:-keep]:
             shutil.rmtree(folder)
-        for folder in leftovers:  # of interrupted saves
-            shutil.rmtree(folder, ignore_errors=True)
+    remove_unfinished(root)
     return target
+
+
+def remove_unfinished(root: Path) -> None:
+    """Remove what saves that were killed left of their checkpoints."""
+    for folder in root.glob("step-*.tmp"):
+        if _NAME.fullmatch(folder.stem):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def take_part_in_save(weights: Mapping[str, Writable], optimizer: Mapping[str, Writable]) -> None:
@@ -233,6 +239,8 @@ def _read_state(folder: Path) -> dict[str, Any]:
     for key, kind in _STATE_TYPES.items():
         if not isinstance(state.get(key), kind):
             raise _DamagedError(f"{_STATE} is not one of ours: {key} is {state.get(key)!r:.80}")
+    if unknown := state["early_stop"].keys() - {one.name for one in dataclasses.fields(Patience)}:
+        raise _DamagedError(f"{_STATE} is not one of ours: early_stop has {min(unknown)!r:.80}")
     return state
 
 
@@ -263,6 +271,11 @@ def _checksums(paths: Sequence[Path], on_chunk: Callable[[], None]) -> dict[str,
             return {name: future.result() for name, future in futures.items()}
         finally:
             given_up.set()
+
+
+def identity(folder: Path) -> str:
+    """SHA-256 of the content of a valid checkpoint's state.json, which holds the checksums of its files."""
+    return _own_checksum(_read_state(folder))
 
 
 def read_snapshot(folder: Path) -> Snapshot:

@@ -6,20 +6,26 @@ import dataclasses
 import functools
 import json
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trainer.data.records import Record
 from trainer.engine.context import Context
 from trainer.engine.records import checkpoint, early_stop
 from trainer.engine.records.fingerprint import Change, changes, values
 from trainer.errors import ConfigError, NoSpaceError
+from trainer.planning.choose import encoding
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 from trainer.telemetry.status import Phase
 from trainer.words.sizes import GIB
 
 RUN_FILE = "run.json"
+"""The fingerprint of the run, and `_BEGAN_FROM`."""
+_BEGAN_FROM = "began_from"
+_RESUME = "checkpoint.resume_from_checkpoint"
 _ELSEWHERE = "choose another output_dir, or remove this one"
 
 
@@ -34,6 +40,8 @@ class Start:
     """Values that the next start must share."""
     settings: Mapping[str, str]
     """Values of which the next start tells the changes."""
+    began_from: Mapping[str, str]
+    """The named checkpoint that the run began from, by `path` and `state_sha256`; empty without one."""
     relabels: bool
     """Whether the folder's record of settings would be replaced by settings that trained nothing."""
 
@@ -44,23 +52,23 @@ def start(context: Context, records: Sequence[Record]) -> Start:
 
     Raises ConfigError where this is another run, or the folder holds results of one.
     """
-    found = _wanted_checkpoint(context)
+    found, began_from = _wanted_checkpoint(context)
     record = context.run_dir / RUN_FILE
     if found is not None:
         saved = found[1].fingerprint
     else:  # values of a run whose results are here and that left no checkpoint
-        saved = _read_record(record) if record.is_file() and _results(context.run_dir) else {}
+        saved = _fingerprint(record) if record.is_file() and _results(context.run_dir) else {}
     began, now = saved.get("text_encoders"), context.plan.text_encoder_weights
     if began is not None and began != now:
         # captions are encoded as they were: free memory, which decides it, changes between two starts
         context.say(f"captions stay encoded in {began}, as the run began; this start alone would take {now}")
-        plan = dataclasses.replace(context.plan, text_encoder_weights=began)
-        context = dataclasses.replace(context, plan=plan)
+        context = dataclasses.replace(context, plan=encoding.kept(context.plan, began))
     fingerprint, settings = values(context, records)
     relabels = False
-    if found is None:
+    root = context.run_dir / "checkpoints"
+    if found is None or found[0].resolve().parent != root.resolve():
         require_free_folder(context, fingerprint)
-    else:
+    if found is not None:
         folder, snapshot = found
         succeeding = checkpoint.require_same_run(folder, saved, fingerprint, context.say)
         total = context.config.train.max_train_steps
@@ -71,8 +79,21 @@ def start(context: Context, records: Sequence[Record]) -> Start:
                 remedy="raise train.max_train_steps, or train.num_train_epochs, or choose another output_dir",
             )
         relabels = _tell_changes(context, snapshot, settings, succeeding)
-        checkpoint.set_aside(context.run_dir / "checkpoints", snapshot.step, context.say)
-    return Start(context=context, found=found, fingerprint=fingerprint, settings=settings, relabels=relabels)
+        checkpoint.set_aside(root, snapshot.step, context.say)
+    return Start(
+        context=context,
+        found=found,
+        fingerprint=fingerprint,
+        settings=settings,
+        began_from=began_from,
+        relabels=relabels,
+    )
+
+
+def record_text(start: Start) -> str:
+    """The content of `RUN_FILE`."""
+    began = {_BEGAN_FROM: dict(start.began_from)} if start.began_from else {}
+    return json.dumps({**start.fingerprint, **began}, indent=1, sort_keys=True) + "\n"
 
 
 def _tell_changes(
@@ -106,34 +127,73 @@ def _tell_changes(
     return finished and (older or bool(found))
 
 
-def _wanted_checkpoint(context: Context) -> tuple[Path, checkpoint.Snapshot] | None:
-    """The newest valid checkpoint, or the named one; raises ConfigError where it cannot be used."""
-    wanted, where = context.config.checkpoint.resume_from_checkpoint, "checkpoint.resume_from_checkpoint"
-    root = context.run_dir / "checkpoints"
+_Found = tuple[Path, checkpoint.Snapshot]
+
+
+def _wanted_checkpoint(context: Context) -> tuple[_Found | None, Mapping[str, str]]:
+    """The newest valid checkpoint, or the named one, and `Start.began_from`; raises ConfigError where it
+    cannot be used.
+    """
+    wanted, root = context.config.checkpoint.resume_from_checkpoint, context.run_dir / "checkpoints"
     steps = checkpoint.steps_on_disk(root)
-    on_chunk = functools.partial(context.alive, Phase.LOAD)
-    if not isinstance(wanted, Path):
-        found = checkpoint.newest_valid(root, context.say, on_chunk)
-        if found is not None and wanted == "never":
-            remedy = "set it to auto to continue, or choose another output_dir"
-            raise ConfigError(f"{found[0]} exists and resuming is forbidden", where=where, remedy=remedy)
-        if found is None and steps:
-            remedy = "remove them to start afresh, or choose another output_dir"
-            raise ConfigError("none of the checkpoints here can be used", where=str(root), remedy=remedy)
-        return found
-    if not wanted.is_dir():
-        held = ", ".join(map(str, steps)) or "none"
-        remedy = f"name a folder such as checkpoints/step-000500; the run's own are: {held}"
-        raise ConfigError(f"there is no folder {wanted}", where=where, remedy=remedy)
-    problem = checkpoint.damage(wanted, on_chunk)
-    if problem is not None:
-        remedy = "name another one, or set auto, which takes the newest intact one"
-        raise ConfigError(f"{wanted} is no usable checkpoint: {problem}", where=where, remedy=remedy)
-    chosen = checkpoint.read_snapshot(wanted)
-    if any(checkpoint.step_of(path) > chosen.step for path in steps):
-        remedy = "move them away to go on from the older one, or set auto"
-        raise ConfigError(f"{root} holds later checkpoints", where=where, remedy=remedy)
-    return wanted, chosen
+    began_from = _began_from(context) if steps else {}
+    if isinstance(wanted, Path):
+        return _named_checkpoint(context, wanted, steps, began_from)
+    found = checkpoint.newest_valid(root, context.say, functools.partial(context.alive, Phase.LOAD))
+    if found is not None and wanted == "never":
+        remedy = "set it to auto to continue, or choose another output_dir"
+        raise ConfigError(f"{found[0]} exists and resuming is forbidden", where=_RESUME, remedy=remedy)
+    if found is None and steps:
+        remedy = "remove them to start afresh, or choose another output_dir"
+        raise ConfigError("none of the checkpoints here can be used", where=str(root), remedy=remedy)
+    return found, began_from
+
+
+def _named_checkpoint(
+    context: Context, wanted: Path, steps: Sequence[Path], recorded: Mapping[str, str]
+) -> tuple[_Found, Mapping[str, str]]:
+    """The checkpoint `wanted`, or the newest one in the folder of the run that began from it: a job that is
+    started again with the same command goes on.
+
+    steps: the folder's own; recorded: the `Start.began_from` of the run there. Raises ConfigError.
+    """
+    root, on_chunk = context.run_dir / "checkpoints", functools.partial(context.alive, Phase.LOAD)
+    named: _Found | None = None
+    began_from: Mapping[str, str] = {"path": str(wanted.resolve())}
+    if wanted.is_dir():
+        if (problem := checkpoint.damage(wanted, on_chunk)) is not None:
+            remedy = "name another one, or set auto, which takes the newest intact one"
+            raise ConfigError(f"{wanted} is no usable checkpoint: {problem}", where=_RESUME, remedy=remedy)
+        named = wanted, checkpoint.read_snapshot(wanted)
+        began_from = {**began_from, "state_sha256": checkpoint.identity(wanted)}
+        later = any(checkpoint.step_of(path) > named[1].step for path in steps)
+        if later and recorded.get("state_sha256") != began_from["state_sha256"]:
+            remedy = "move them away to go on from the older one, or set auto"
+            raise ConfigError(f"{root} holds later checkpoints", where=_RESUME, remedy=remedy)
+        if not later:
+            return named, began_from
+    # one that is gone may have been pruned since the run began from it
+    same = named is not None or recorded.get("path") == began_from["path"]
+    own = checkpoint.newest_valid(root, context.say, on_chunk) if same else None
+    if own is not None and (named is None or own[1].step > named[1].step):
+        context.say(f"this run began from {wanted}: it goes on from its own {own[0].name}")
+        return own, recorded
+    if named is not None:
+        return named, began_from
+    held = ", ".join(map(str, steps)) or "none"
+    remedy = f"name a folder such as checkpoints/step-000500; the run's own are: {held}"
+    raise ConfigError(f"there is no folder {wanted}", where=_RESUME, remedy=remedy)
+
+
+def _began_from(context: Context) -> Mapping[str, str]:
+    """The record of the checkpoint that the run in the folder was told to begin from; empty without one."""
+    path = context.run_dir / RUN_FILE
+    try:
+        began = _read_record(path).get(_BEGAN_FROM) if path.is_file() else None
+    except ConfigError as error:  # the checkpoints say which run they are of
+        context.say(f"{RUN_FILE}: {error.problems[0].what}")
+        return {}
+    return began if isinstance(began, dict) else {}
 
 
 def _results(run_dir: Path) -> list[Path]:
@@ -156,10 +216,14 @@ def require_free_folder(context: Context, fingerprint: Mapping[str, str]) -> Non
     record = run_dir / RUN_FILE
     if not record.is_file():
         raise ConfigError(f"{results[0].name} of another run is here", where=str(run_dir), remedy=_ELSEWHERE)
-    checkpoint.require_same_run(run_dir, _read_record(record), fingerprint, context.say)
+    checkpoint.require_same_run(run_dir, _fingerprint(record), fingerprint, context.say)
 
 
-def _read_record(path: Path) -> dict[str, str]:
+def _fingerprint(path: Path) -> dict[str, str]:
+    return {name: value for name, value in _read_record(path).items() if name != _BEGAN_FROM}
+
+
+def _read_record(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text())
         if not isinstance(record, dict):
@@ -171,14 +235,17 @@ def _read_record(path: Path) -> dict[str, str]:
 
 
 def require_space(context: Context) -> None:
-    """Raise NoSpaceError now rather than at the first checkpoint."""
+    """Raise NoSpaceError now rather than at the first checkpoint, once what killed writes left is removed."""
+    checkpoints = context.run_dir / "checkpoints"
+    checkpoint.remove_unfinished(checkpoints)
+    for name in ("lora", "model"):
+        shutil.rmtree(context.run_dir / f"{name}.tmp", ignore_errors=True)
     free = shutil.disk_usage(context.run_dir).free
-    folders = [context.run_dir / name for name in ("lora", "model", "best")]
-    # others below `checkpoints` were renamed and stay
-    folders += checkpoint.steps_on_disk(context.run_dir / "checkpoints")
-    held = [path for folder in folders for path in folder.rglob("*")]
-    # files that an earlier start of this run wrote are part of the need
-    needed = context.plan.disk_bytes - sum(path.stat().st_size for path in held if path.is_file())
+    # an older `model` stays until the new one is written; others below `checkpoints` were renamed and stay
+    folders = [*(context.run_dir / name for name in ("lora", "best")), *checkpoint.steps_on_disk(checkpoints)]
+    # files that an earlier start of this run wrote are part of the need; links are not
+    held = [path.lstat() for folder in folders for path in folder.rglob("*")]
+    needed = context.plan.disk_bytes - sum(one.st_size for one in held if stat.S_ISREG(one.st_mode))
     if free < needed:
         raise NoSpaceError(
             f"{free / GIB:.3g} GiB free, checkpoints and final files need {needed / GIB:.3g} GiB more",

@@ -7,7 +7,6 @@ as they were learned.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +29,14 @@ def write_chat_files(source: ModelSource, folder: Path) -> None:
     """
     if source.chat_template is None:
         return
-    with atomic.no_space_told(folder):
-        for file in tokenizer_files(source.folder):
-            if file.name not in _NOT_OF_TOKENIZERS:
-                shutil.copyfile(file, folder / file.name)
+    for file in tokenizer_files(source.folder):
+        if file.name not in _NOT_OF_TOKENIZERS:
+            atomic.copy_file(file, folder / file.name)
     # transformers prefers this file to what tokenizer_config.json says
     atomic.write_text(folder / TEMPLATE_FILE, source.chat_template)
     found = source.folder / GENERATION_FILE
-    generation: dict[str, Any] = json.loads(found.read_text()) if found.is_file() else {}
+    with atomic.reading_told(found):
+        generation: dict[str, Any] = json.loads(found.read_text()) if found.is_file() else {}
     ends = _ends(source, generation.get("eos_token_id"))
     if ends:
         text = json.dumps({**generation, "eos_token_id": ends}, indent=2, sort_keys=True) + "\n"

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,16 +60,18 @@ def export_full(context: Context, model: Any, rows: RowParameters | None = None)
 def _write_others(context: Context, target: Path) -> None:
     """The parts of the base besides the trained component."""
     source = context.source
-    for file in sorted(source.folder.iterdir()):
+    with atomic.reading_told(source.folder):
+        beside = sorted(source.folder.iterdir())
+    for file in beside:
         if file.is_file() and _TEXTS.fullmatch(file.name):
-            shutil.copyfile(file, target / file.name)
+            atomic.copy_file(file, target / file.name)
     for name in components(context.family):
         if name == context.family.trained_component:
             continue
         (target / name).mkdir(parents=True)
         weights = () if name in source.random_components else weight_files(source.folder / name).files
         for file in component_texts(source.folder / name):
-            shutil.copyfile(file, target / name / file.name)
+            atomic.copy_file(file, target / name / file.name)
         # links: a second copy of the text encoders would take as much room as they do. A link of a link would
         # be lost with the one between, but that of the hub's cache names repository, commit and file
         for file in weights:
@@ -115,7 +116,7 @@ def _write_shards(context: Context, model: Any, state: Mapping[str, Writable], f
     if not context.family.trained_component:
         # the folder is the whole model: with its tokenizer it loads by itself
         for file in tokenizer_files(context.source.folder):
-            shutil.copyfile(file, folder / file.name)
+            atomic.copy_file(file, folder / file.name)
         write_chat_files(context.source, folder)
 
 

@@ -6,7 +6,6 @@ The host holds one shard of the base at a time (10 GB in most repositories) and 
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,23 +81,30 @@ def _copy_others(family: Family, source: ModelSource, folder: Path) -> None:
     for name in families.components(family):
         (folder / name).mkdir(exist_ok=True)
         if name != family.trained_component:
-            files = sorted(source.component(name).iterdir())
+            files = _inside(source.component(name))
         else:
             files = [trained / "config.json", *sorted(trained.glob("*.safetensors.index.json"))]
             # a language model's folder holds its tokenizer as well
             files += [] if name else tokenizer_files(trained)
         for file in files:
             _copy(file, folder / name)
-    for file in sorted(source.folder.iterdir()):
+    for file in _inside(source.folder):
         if file.is_file() and _TEXTS.fullmatch(file.name):
             _copy(file, folder)
 
 
 def _copy(file: Path, folder: Path) -> None:
     if file.is_dir():
-        shutil.copytree(file, folder / file.name)
+        (folder / file.name).mkdir()
+        for one in _inside(file):
+            _copy(one, folder / file.name)
     else:
-        shutil.copyfile(file, folder / file.name)  # a link of the hub's cache becomes a file
+        atomic.copy_file(file, folder / file.name)  # a link of the hub's cache becomes a file
+
+
+def _inside(folder: Path) -> list[Path]:
+    with atomic.reading_told(folder):
+        return sorted(folder.iterdir())
 
 
 def _merge_shards(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ _CELL_MINIMUM, _CELL_MAXIMUM = 192, 384
 _MARGIN = 8
 _TEXT_LINES = 2
 _STRIP_WIDTH, _STRIP_HEIGHT = 2048, 16384
+ROW_PIXELS = 40_000_000
+"""Most pixels of a row of previews, which is read again and again; Pillow refuses to open 179 million."""
 
 _PAGE_WIDTH, _PAGE_COLUMNS = 1700, 8
 _PAGE_MARGIN, _PAGE_GAP, _ROW_GAP, _BLOCK_GAP = 20, 12, 16, 28
@@ -29,26 +32,48 @@ ROW_NAME = re.compile(r"step-(\d{6,})(?:\.png)?")
 _Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
-def row(images: Sequence[Image.Image], captions: Sequence[str], title: str) -> Image.Image:
+def row(
+    images: Sequence[Image.Image], captions: Sequence[str], title: str, *, most_pixels: int | None = None
+) -> Image.Image:
     """Pictures side by side under a title, each with its caption below; small pictures are enlarged to be
-    seen.
+    seen, and all are made smaller where the row would have more than `most_pixels`.
     """
     images = _same_size(images)
     enlarge = max(1, -(-_CELL_MINIMUM // images[0].width))
     width, height = images[0].width * enlarge, images[0].height * enlarge
-    font_size = max(12, width // 22)
-    font = ImageFont.load_default(size=font_size)
-    line = font_size + 4
-    total_width = (width + _MARGIN) * len(images) + _MARGIN
-    picture = Image.new("RGB", (total_width, line + height + line * _TEXT_LINES + 3 * _MARGIN), "white")
+    if most_pixels is not None:
+        width, height = _within(width, height, len(images), most_pixels)
+    smooth = Image.Resampling.LANCZOS if width < images[0].width else Image.Resampling.NEAREST
+    font_size = _row_font_size(width)
+    font, line = ImageFont.load_default(size=font_size), font_size + 4
+    picture = Image.new("RGB", _row_size(width, height, len(images)), "white")
     draw = ImageDraw.Draw(picture)
     draw.text((_MARGIN, _MARGIN // 2), title, fill="black", font=font)
     for number, (image, caption) in enumerate(zip(images, captions, strict=True)):
         left = _MARGIN + number * (width + _MARGIN)
-        picture.paste(image.resize((width, height), Image.Resampling.NEAREST), (left, line + _MARGIN))
+        picture.paste(image.resize((width, height), smooth), (left, line + _MARGIN))
         wrapped = textwrap.wrap(caption, width=max(8, int(width / (font_size * 0.5))), max_lines=_TEXT_LINES)
         draw.multiline_text((left, line + height + 2 * _MARGIN), "\n".join(wrapped), fill="black", font=font)
     return picture
+
+
+def _within(width: int, height: int, count: int, most_pixels: int) -> tuple[int, int]:
+    """The largest cell of this shape, but for rounding, with which a row has at most `most_pixels`."""
+    whole = width, height
+    while math.prod(_row_size(width, height, count)) > most_pixels and width > 1:
+        width -= -(-width // 32)
+        height = max(1, whole[1] * width // whole[0])
+    return width, height
+
+
+def _row_font_size(width: int) -> int:
+    return max(12, width // 22)
+
+
+def _row_size(width: int, height: int, count: int) -> tuple[int, int]:
+    """Width and height of a row of `count` cells with their captions, in pixels."""
+    line = _row_font_size(width) + 4
+    return (width + _MARGIN) * count + _MARGIN, line + height + line * _TEXT_LINES + 3 * _MARGIN
 
 
 def shown(drawn: Image.Image | str) -> Image.Image:

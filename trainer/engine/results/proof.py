@@ -23,10 +23,12 @@ from trainer.errors import DataError, DivergedError, Problem
 from trainer.families.family import Family
 from trainer.families.values import Shape
 from trainer.files import atomic
-from trainer.files.safetensors import UNREADABLE
+from trainer.files.safetensors import UNREADABLE, HeaderError, read_header
 from trainer.modeling.adapter import lora
 from trainer.modeling.adapter.comfyui import by_module, write_comfyui
+from trainer.modeling.adapter.peft_config import PEFT_PREFIX, config_beside
 from trainer.modeling.tensor_file import rewrite_sorted
+from trainer.telemetry.run_folder.results import PROOF_SUFFIX
 
 TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
 """Largest relative difference between the trained model and the one loaded from the file."""
@@ -83,11 +85,12 @@ def relative_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tens
     return float(torch.stack(differences).max().item())
 
 
-def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]:
+def export_lora(context: Context, model: Any, step: int) -> tuple[Path, Path | None, Proof]:
     """Write the LoRA into `lora/` through the family's pipeline, proved first, then its ComfyUI twin if any.
 
     Layers that compute together are parted before. Files of an earlier run stay until the new ones are
-    proved; what is proved stays whatever becomes of its twin. Raises DivergedError for an adapter that is not
+    proved; what is proved stays whatever becomes of its twin. The proof's file has the figures and the `step`
+    that the adapter is of. Raises DivergedError for an adapter that is not
     finite or is zero, as `prove_lora`, and StorageError.
     """
     _part(context, model)
@@ -106,16 +109,45 @@ def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]
             folder.mkdir(exist_ok=True)
         path = write_lora(context, model, temporary)
         proof = prove_lora(context, model, path)
-        figures = json.dumps(asdict(proof), indent=1, sort_keys=True) + "\n"
-        atomic.write_text(path.with_suffix(".proof.json"), figures)
+        figures = json.dumps({**asdict(proof), "step": step}, indent=1, sort_keys=True) + "\n"
+        atomic.write_text(path.with_suffix(PROOF_SUFFIX), figures)
         # it belongs to another LoRA from here on
         (folder / path.with_suffix(".comfyui.safetensors").name).unlink(missing_ok=True)
         _move(temporary, folder)
+        _remove_renamed(context, folder, path.name)
         comfyui = write_twin(context, model, temporary)
         _move(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder / path.name, None if comfyui is None else folder / comfyui.name, proof
+
+
+def _remove_renamed(context: Context, folder: Path, name: str) -> None:
+    """Remove the LoRA of fewer steps that this run left here before its folder was renamed: the file `name`
+    replaces it. Files that are not this run's by their metadata stay.
+    """
+    ours = _of_any_step(file_metadata(context))
+    for proof in sorted(folder.glob("*.proof.json")):
+        stem = proof.name.removesuffix(".proof.json")
+        older = folder / f"{stem}.safetensors"
+        if older.name == name or not older.is_file():
+            continue
+        try:
+            theirs = _of_any_step(read_header(older).metadata)
+        except HeaderError:
+            continue
+        if theirs.items() >= ours.items():
+            with atomic.no_space_told(folder):
+                for file in (folder / f"{stem}.comfyui.safetensors", proof, older):
+                    file.unlink(missing_ok=True)
+            context.say(f"{name} replaces {older.name}, which this run left under its folder's earlier name")
+
+
+def _of_any_step(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Metadata of a LoRA's file without what another start of its run may change."""
+    return {
+        key: value for key, value in metadata.items() if key not in ("max_train_steps", "trainer_version")
+    }
 
 
 def _part(context: Context, model: Any) -> None:
@@ -272,7 +304,7 @@ def _grows(name: str) -> list[str]:
 
 def check_file(path: Path) -> int:
     """Number of adapted layers; needs no model. Raises DataError naming every tensor that is not finite or
-    zero.
+    zero, and for a damaged configuration beside it, AccessError where that is missing.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -292,4 +324,6 @@ def check_file(path: Path) -> int:
         faults.append(f"every {next(iter(ups.values()))[1:]} is zero: the adapter changes nothing")
     if faults:
         raise DataError([Problem(what=fault, where=str(path)) for fault in faults])
+    if any(name.startswith(PEFT_PREFIX) for name in tensors):
+        config_beside(path)
     return len(ups)

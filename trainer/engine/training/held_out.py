@@ -27,20 +27,17 @@ from trainer.families.family import Family
 from trainer.families.values import Batch, Draw
 from trainer.files import atomic
 from trainer.modeling.adapter import lora
+from trainer.telemetry.run_folder.results import BEST_FOLDER as FOLDER
+from trainer.telemetry.run_folder.results import BEST_RECORD as RECORD
+from trainer.telemetry.run_folder.results import best_record
+from trainer.telemetry.run_folder.results import read_best as read_best
 from trainer.telemetry.sinks.records import ValidationRecord, written_values
 from trainer.telemetry.status import Phase
 
 _DRAWS = 4
-FOLDER, RECORD = "best", "best.json"
 _NEW, _OLD = f"{FOLDER}.tmp", f"{FOLDER}.old"
 _TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 """Largest relative difference between the loss in training and from the file, without joined layers."""
-_RECORD_TYPES: dict[str, Any] = {
-    "file": str,
-    "step": int,
-    "validation_loss": float | int,
-    "validation_data": str,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +211,7 @@ def restore_best(context: Context, step: int) -> None:
         if (run_dir / name / RECORD).is_file() and not kept.exists():
             (run_dir / name).replace(kept)
         shutil.rmtree(run_dir / name, ignore_errors=True)
-    if kept.is_dir() and any(kept.iterdir()) and _record(run_dir) is None:
+    if kept.is_dir() and any(kept.iterdir()) and best_record(run_dir) is None:
         aside = atomic.unused_name(kept.with_name(f"{FOLDER}.damaged"))
         kept.rename(aside)
         context.say(f"{FOLDER}/{RECORD} is damaged or missing: what lies beside it is kept in {aside.name}/")
@@ -222,25 +219,6 @@ def restore_best(context: Context, step: int) -> None:
     if found is not None and found["step"] > step:
         context.say(f"{FOLDER}/ was kept at step {found['step']}, which this run has not reached: removed")
         shutil.rmtree(kept, ignore_errors=True)
-
-
-def read_best(run_dir: Path) -> dict[str, Any] | None:
-    """The record of the kept LoRA: step, validation_loss, validation_data, file; None without one."""
-    found = _record(run_dir)
-    # the file may have been moved away
-    return found if found is not None and (run_dir / FOLDER / found["file"]).is_file() else None
-
-
-def _record(run_dir: Path) -> dict[str, Any] | None:
-    """The content of best.json; None where it is missing or is not one of ours."""
-    try:
-        found = json.loads((run_dir / FOLDER / RECORD).read_text())
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict):
-        return None
-    whole = all(isinstance(found.get(name), kind) for name, kind in _RECORD_TYPES.items())
-    return found if whole and Path(found["file"]).name == found["file"] else None
 
 
 def prove_best(context: Context, model: Any, held_out: HeldOut | None, last: Path) -> None:

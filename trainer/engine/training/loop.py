@@ -100,8 +100,7 @@ def follow(work: Work, state: State) -> None:
     except EndedTogether as ended:
         state.updater.drop_gradients()
         if work.context.plan.in_rows and isinstance(ended.__cause__, _SAVED) and state.step > 0:
-            with work.context.ranks.together():
-                _check_finite(work, state)
+            _check_with_first(work, state)
             take_part_in_save(work, state)
         raise
 
@@ -117,18 +116,29 @@ def _follow(work: Work, state: State) -> None:
             together.look_ahead(work, state, steps)
         while state.step < total and not state.ended_early:
             _one_step(work, state, steps)
-            if state.step % every == 0 or state.step == total:
+            validates = state.step % every == 0 or state.step == total
+            if validates:
                 rounds.validate(work, state)
-            if state.step % config.checkpoint.checkpointing_steps == 0 or Order.SAVE in state.orders:
+            saves = state.step % config.checkpoint.checkpointing_steps == 0 or Order.SAVE in state.orders
+            if validates or saves or state.step % config.train.log_every_steps == 0:
+                _check_with_first(work, state)
+            if saves:
                 together.require_equal(work, state)
                 take_part_in_save(work, state)
             if state.step % every == 0 and state.step < total:
                 rounds.follow(work, state)
             elif Order.SAMPLE in state.orders and state.step < total:
                 rounds.follow_asked(work, state)
+        _check_with_first(work, state)
         together.require_equal(work, state)
         if _saves_last(work):
             take_part_in_save(work, state)
+
+
+def _check_with_first(work: Work, state: State) -> None:
+    """`_check_finite` where rank 0 makes it by itself: all end for the same reason, on every host."""
+    with work.context.ranks.together():
+        _check_finite(work, state)
 
 
 def _one_step(run: Work, state: State, steps: together.Steps) -> None:

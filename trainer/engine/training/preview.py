@@ -42,7 +42,8 @@ def draw_previews(run: Run, step: int) -> Path | None:
     images = [pictures.shown(one) for one in drawn]
     for number, one in enumerate(drawn):
         write_drawn(context, run.entries, number, one, path.with_suffix("") / f"{number:02d}.png")
-    pictures.write_png(pictures.row(images, [*map(redacted, prompts)], f"step {step}"), path)
+    captions, most = [*map(redacted, prompts)], pictures.ROW_PIXELS
+    pictures.write_png(pictures.row(images, captions, f"step {step}", most_pixels=most), path)
     strip = pictures.write_strip(path.parent)
     run.journal.picture("previews", path, step)
     return strip
@@ -66,11 +67,14 @@ def preview_path(context: Context, step: int) -> Path:
 
 
 def drop_previews_after(context: Context, step: int) -> None:
-    """Remove the previews of steps that this run is going to draw again; of each the row first."""
+    """Remove the previews of steps that this run is going to draw again; of each the row first. Raises
+    StorageError.
+    """
     for path in list((context.run_dir / "samples").glob("step-*")):
         found = pictures.ROW_NAME.fullmatch(path.name)
         if found is not None and int(found[1]) > step:
-            path.with_suffix(".png").unlink(missing_ok=True)
+            with atomic.no_space_told(path):
+                path.with_suffix(".png").unlink(missing_ok=True)
             if path.with_suffix("").is_dir():
                 shutil.rmtree(path.with_suffix(""))
 

@@ -135,6 +135,7 @@ def tell_early_stop(run: Run, state: State) -> None:
     """Say why training ended before its last planned step, and record it where that is not done yet."""
     context, step = run.context, state.step
     context.status.early_stop = state.ended_early
+    run.journal.metrics.ended_early(step)
     context.say(f"{state.ended_early}; {context.config.train.max_train_steps} steps were planned")
     rows = read_metrics(context.run_dir / METRICS_LOG)
     if not any(row["step"] == step and "early_stop" in row for row in rows):

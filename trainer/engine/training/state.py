@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -144,15 +144,24 @@ def take_part_in_save(work: Work, state: State) -> None:
     state.saved_step = state.step
 
 
-def _require_same_names(saved: Set[str], own: Set[str], folder: Path) -> None:
-    """Raise DataError where a checkpoint's weights are not those of this run's model."""
-    if saved != own:
-        first = min(saved ^ own)
-        raise DataError(
-            f"{len(saved ^ own)} weights are in this checkpoint or in the model but not in both, as {first}",
-            where=str(folder),
-            remedy="has the base model's folder changed? Train with the one that the run began with",
+def _require_same_weights(
+    saved: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], folder: Path
+) -> None:
+    """Raise DataError where a checkpoint's weights are not those of this run's model, by names and shapes."""
+    what, others = "", saved.keys() ^ own.keys()
+    if others:
+        what = (
+            f"{len(others)} weights are in this checkpoint or in the model but not in both, as {min(others)}"
         )
+    elif differing := sorted(name for name in own if saved[name].shape != own[name].shape):
+        shapes = " and ".join(" x ".join(map(str, held[differing[0]].shape)) for held in (saved, own))
+        what = (
+            f"{len(differing)} weights have another shape in this checkpoint than in the model, as "
+            f"{differing[0]}: {shapes}"
+        )
+    if what:
+        remedy = "has the base model's folder changed? Train with the one that the run began with"
+        raise DataError(what, where=str(folder), remedy=remedy)
 
 
 def restore(context: Context, updater: Updater, start: Start) -> State:
@@ -168,9 +177,11 @@ def restore(context: Context, updater: Updater, start: Start) -> State:
         state.saved_in, snapshot = start.found
         context.status.beat(Phase.LOAD)
         rows = {} if updater.in_rows is None else updater.in_rows.rows
-        weights = checkpoint.read_group(state.saved_in, "weights", context.device, rows)
-        optimizer = checkpoint.read_group(state.saved_in, "optimizer", context.device, rows)
-        _require_same_names(weights.keys(), updater.weights().keys(), state.saved_in)
+        # mapped on the host: on the device they would lie beside the model and the state that take them
+        weights, optimizer = (
+            checkpoint.read_group(state.saved_in, group, "cpu", rows) for group in ("weights", "optimizer")
+        )
+        _require_same_weights(weights, updater.weights(), state.saved_in)
         updater.load(weights, optimizer, snapshot.step)
         context.say(f"resumed from {state.saved_in.name}")
         state.step = state.saved_step = state.equal_step = snapshot.step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,17 +12,23 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trainer.errors import AccessError, DataError
+from trainer.errors import DataError
 from trainer.files.safetensors import UNREADABLE
 from trainer.modeling.adapter.comfyui import Parts, alpha_and_rank
 from trainer.modeling.adapter.lora import effective_change
+from trainer.modeling.adapter.peft_config import (
+    CONFIG_INSIDE,
+    PEFT_PREFIX,
+    config_beside,
+    parsed,
+    require_rank_and_alpha,
+)
 
 Layout = Literal["diffusers", "comfyui", "peft"]
-CONFIG_BESIDE, CONFIG_INSIDE = "adapter_config.json", "lora_adapter_metadata"
 _PREFIXES: Mapping[Layout, tuple[str, ...]] = {
     "diffusers": ("transformer.",),
     "comfyui": ("transformer.", "diffusion_model."),
-    "peft": ("base_model.model.",),
+    "peft": (PEFT_PREFIX,),
 }
 """Prefixes of a layer's name in the file."""
 _TENSOR = re.compile(r"(.+?)\.((?:lora_|lokr_).+|alpha|dora_scale)")
@@ -76,21 +81,21 @@ def read_adapter(path: Path) -> AdapterFile:
     if layout == "comfyui":
         config = _config_of_comfyui(layers)
     elif inside is not None:
-        said = _parsed(inside, CONFIG_INSIDE, path)
+        said = parsed(inside, CONFIG_INSIDE, path)
         config = {key.removeprefix("transformer."): value for key, value in said.items()}
     else:
-        config = _config_beside(path)
+        config = config_beside(path)
     if config.get("use_rslora"):
         what = "its layers are scaled by the root of their rank (use_rslora), which is not read"
         raise DataError(what, where=str(path), remedy="name a LoRA that this trainer saved")
     config = {"rank_pattern": {}, "alpha_pattern": {}, **config}
-    if "r" not in config or not config.keys() & {"lora_alpha", "alpha"}:
-        raise DataError("PEFT's configuration says not both rank and alpha", where=str(path))
+    if layout == "diffusers":
+        require_rank_and_alpha(config, path)
     return AdapterFile(layout=layout, layers=layers, config=config, metadata=metadata)
 
 
 def _layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], path: Path) -> Layout:
-    if any(name.startswith("base_model.model.") for name in tensors):
+    if any(name.startswith(PEFT_PREFIX) for name in tensors):
         return "peft"
     if CONFIG_INSIDE in metadata:
         return "diffusers"
@@ -139,24 +144,6 @@ def _config_of_comfyui(layers: Mapping[str, dict[str, torch.Tensor]]) -> dict[st
         "rank_pattern": {f"^{re.escape(name)}": one for name, one in ranks.items() if one != rank},
         "alpha_pattern": {f"^{re.escape(name)}": one for name, one in alphas.items() if one != alpha},
     }
-
-
-def _config_beside(path: Path) -> dict[str, Any]:
-    beside = path.with_name(CONFIG_BESIDE)
-    if not beside.is_file():
-        what = f"{CONFIG_BESIDE} is not beside the adapter, which cannot be read without it"
-        raise AccessError(what, where=str(path), remedy="copy both files into one folder")
-    return _parsed(beside.read_text(errors="replace"), CONFIG_BESIDE, path)
-
-
-def _parsed(text: str, name: str, path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{name} is damaged ({error})", where=str(path)) from error
-    if not isinstance(config, dict):
-        raise DataError(f"{name} is not one of PEFT's", where=str(path))
-    return config
 
 
 def merged_weight(weight: torch.Tensor, parts: Parts, config: Mapping[str, Any], module: str) -> torch.Tensor:

@@ -44,9 +44,9 @@ def write_comfyui(
             raise DataError(f"ComfyUI does not know the layer {module}", where="lora.target_modules")
         alpha, rank = alpha_and_rank(config, module)
         if any(part.startswith("lokr_") for part in parts):
-            # without an alpha ComfyUI scales by one, as it does a factor without a rank: one factor is scaled
-            left = parts["lokr_w1"]
-            found = {**parts, "lokr_w1": (left.float() * (alpha / rank)).to(left.dtype)}
+            # without an alpha ComfyUI scales by one, as it does a factor without a rank: one factor is
+            # scaled, in fp32, in which ComfyUI multiplies: scaled values may lie between those of bf16
+            found = {**parts, "lokr_w1": parts["lokr_w1"].float() * (alpha / rank)}
         else:
             down, up = parts["lora_A.weight"], parts["lora_B.weight"]
             found = {"lora_A.weight": down, "lora_B.weight": up}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import AccessError, ConfigError
+from trainer.errors import AccessError, ConfigError, Problem
 from trainer.files.weight_files import State, weight_files
 from trainer.modeling.base import hub
 
@@ -19,6 +21,8 @@ CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 WEIGHT_FILE = "*.safetensors"
 # components that read text, and the files one of which has the words
 _READERS = ("tokenizer", "processor")
+# components without weights, each with a config of its own name
+_SUPPORT = (*_READERS, "scheduler")
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model")
 _PICKLED_FILES = ("*.bin", "*.pt", "*.ckpt", "*.msgpack")
 
@@ -26,12 +30,15 @@ _PICKLED_FILES = ("*.bin", "*.pt", "*.ckpt", "*.msgpack")
 def local_folder(config: RunConfig) -> Path | None:
     """The base model's folder as far as it is on this disk already; None for a repository that is not.
 
-    Asks nobody and checks nothing inside. Raises ConfigError for a path that does not exist.
+    Asks nobody and checks nothing inside. Raises ConfigError for a path that does not exist, AccessError for
+    one that this user may not enter.
     """
     name = config.model.pretrained_model_name_or_path
     path = Path(name)
-    if path.is_dir():
-        return path
+    with hub.refusal_told(path):
+        if path.is_dir():
+            (path / "config.json").exists()  # a question that is refused where it may not be entered
+            return path
     if not hub.is_repository_id(name):
         raise ConfigError(
             f"the base model's folder {name} does not exist",
@@ -41,7 +48,10 @@ def local_folder(config: RunConfig) -> Path | None:
     # a language model's folder has a config.json in place of the index of its parts
     folder = hub.cached(name, config.model.revision)
     indexes = ("model_index.json", "config.json")
-    return folder if folder is not None and any((folder / index).is_file() for index in indexes) else None
+    if folder is None:
+        return None
+    with hub.refusal_told(folder):
+        return folder if any((folder / index).is_file() for index in indexes) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,24 +89,47 @@ def base_at(folder: Path | None, config: RunConfig, components: Sequence[str], *
     """The state of the base model whose `local_folder` is `folder`. Asks no network.
 
     The one answer for planner, loader, fetch and preflight. Raises AccessError for an index that cannot be
-    read.
+    read, and for folders and files that this user may not read.
     """
     if folder is None:
         return Base(folder=None, missing=(), built=frozenset())
+    require_readable(folder, components)
     built = frozenset[str]()
-    if config.model.weights == "random":
-        bare = {
-            name
-            for name in components
-            if (folder / name / "config.json").exists() and weight_files(folder / name).state == "absent"
-        }
-        built = frozenset({trained} | bare)
-    return Base(folder=folder, missing=tuple(_missing(folder, components, built)), built=built)
+    with hub.refusal_told(folder):
+        if config.model.weights == "random":
+            bare = {
+                name
+                for name in components
+                if (folder / name / "config.json").exists() and weight_files(folder / name).state == "absent"
+            }
+            built = frozenset({trained} | bare)
+        return Base(folder=folder, missing=tuple(_missing(folder, components, built)), built=built)
+
+
+def require_readable(folder: Path, components: Sequence[str]) -> None:
+    """Raise AccessError for what this user may not read of the components."""
+    closed = _closed(folder) or [path for name in components for path in _closed(folder / name)]
+    if closed:
+        remedy = "let this user read the base model's folders and files, or name another copy of it"
+        problems = [Problem(what="this user may not read it", where=str(path)) for path in closed]
+        raise AccessError([*problems[:-1], dataclasses.replace(problems[-1], remedy=remedy)])
+
+
+def _closed(folder: Path) -> list[Path]:
+    """The folder, or files in it, that are there and may not be read."""
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return [folder] if os.access(folder, os.F_OK) else []
+    files = (file for kind in (*CONFIG_FILES, WEIGHT_FILE) for file in folder.glob(kind))
+    return sorted(file for file in files if os.access(file, os.F_OK) and not os.access(file, os.R_OK))
 
 
 def is_repository(config: RunConfig) -> bool:
     """Whether the base model is named as a repository of the hub, so that missing files can be downloaded."""
-    return not Path(config.model.pretrained_model_name_or_path).is_dir()
+    name = config.model.pretrained_model_name_or_path
+    try:
+        return not Path(name).is_dir()
+    except PermissionError:  # of a folder in one that this user may not enter: `local_folder` says so
+        return hub.is_repository_id(name)
 
 
 def can_download(config: RunConfig) -> bool:
@@ -115,7 +148,6 @@ def _missing(folder: Path, components: Sequence[str], built: Collection[str]) ->
     found: list[tuple[Path, str]] = []
     for component in components:
         path = folder / component
-        # tokenizers and schedulers, which have no weights, have a config of another name
         has_weights = (path / "config.json").exists()
         # a link whose blob is not there does not exist
         dead = [file for file in component_texts(path) if not file.exists()]
@@ -123,10 +155,8 @@ def _missing(folder: Path, components: Sequence[str], built: Collection[str]) ->
             found.append((path, f"the base model has no component {component!r}"))
         elif dead:
             found.append((dead[0], "a link to a file that is gone"))
-        elif not is_configured(path):
-            found.append((path, "no config file"))
-        elif not component and not has_weights:
-            found.append((path, "no config.json"))  # a tokenizer that was fetched by itself
+        elif not is_configured(folder, component):
+            found.append((path, "no config file" if component.startswith(_SUPPORT) else "no config.json"))
         # without its words transformers opens a tokenizer all the same, and it knows none
         elif component.startswith(_READERS) and not any(
             file.exists() for kind in _VOCABULARIES for file in path.glob(kind)
@@ -138,9 +168,12 @@ def _missing(folder: Path, components: Sequence[str], built: Collection[str]) ->
     return found
 
 
-def is_configured(path: Path) -> bool:
-    """Whether a component's folder holds its config."""
-    return any(file.exists() for file in path.glob("*config.json"))
+def is_configured(folder: Path, component: str) -> bool:
+    """Whether a component of the base in `folder` has its config: one with weights is built from config.json,
+    and may have others beside it, of generation or of a tokenizer.
+    """
+    name = "*config.json" if component.startswith(_SUPPORT) else "config.json"
+    return any(file.exists() for file in (folder / component).glob(name))
 
 
 def component_texts(path: Path) -> list[Path]:

@@ -5,12 +5,13 @@ Downloads land in huggingface_hub's own cache (HF_HOME) and resume where they st
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import re
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,18 +61,35 @@ def is_repository_id(name: str) -> bool:
     return fits and "--" not in name and ".." not in name
 
 
+@contextlib.contextmanager
+def refusal_told(folder: Path) -> Iterator[None]:
+    """Turn what permissions refuse inside the block, at `folder` or below it, into AccessError."""
+    try:
+        yield
+    except PermissionError as error:
+        raise AccessError(
+            f"this user may not read {error.filename or folder}",
+            where=str(folder),
+            remedy="let this user enter and read the folder (chmod -R u+rX, chown), or name one that it may",
+        ) from error
+
+
 def cached(repository: str, revision: str | None) -> Path | None:
-    """The repository's folder on this disk, without network, as far as it is here; None where it is not."""
+    """The repository's folder on this disk, without network, as far as it is here; None where it is not.
+
+    Raises AccessError where this user may not enter it.
+    """
     from huggingface_hub import constants
 
     parts = ("models", *repository.split("/"))
-    folder = Path(constants.HF_HUB_CACHE).expanduser().resolve() / constants.REPO_ID_SEPARATOR.join(parts)
-    commit = revision or constants.DEFAULT_REVISION
-    if not _COMMIT.fullmatch(commit):
-        reference = folder / "refs" / commit
-        commit = reference.read_text() if reference.exists() else ""
-    snapshot = folder / "snapshots" / commit
-    return snapshot if commit and snapshot.exists() else None
+    cache = Path(constants.HF_HUB_CACHE).expanduser().resolve()
+    folder, commit = cache / constants.REPO_ID_SEPARATOR.join(parts), revision or constants.DEFAULT_REVISION
+    with refusal_told(cache):
+        if not _COMMIT.fullmatch(commit):
+            reference = folder / "refs" / commit
+            commit = reference.read_text() if reference.exists() else ""
+        snapshot = folder / "snapshots" / commit
+        return snapshot if commit and snapshot.exists() else None
 
 
 def download(

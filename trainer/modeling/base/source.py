@@ -85,7 +85,7 @@ def prepare(config: RunConfig, components: Sequence[str], *, trained: str) -> No
         return
     if not can_download(config):
         _refuse(config, base)
-    if base.folder is not None and all(is_configured(base.folder / name) for name in components):
+    if base.folder is not None and all(is_configured(base.folder, name) for name in components):
         return
     patterns = _patterns(components, "random")
     hub.download(config.model.pretrained_model_name_or_path, config.model.revision, patterns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,13 +100,15 @@ class Structure:
 
 
 def built(component_class: Any, folder: Path) -> torch.nn.Module:
-    """The component as its config.json says, on torch's current default device."""
+    """The component as its config.json says, on torch's current default device, without attention dropout."""
     import transformers
 
     if not issubclass(component_class, transformers.PreTrainedModel):
         module: torch.nn.Module = component_class.from_config(component_class.load_config(folder))
         return module
-    model: Any = component_class(component_class.config_class.from_pretrained(folder))
+    # its masks would be other ones in a step that is done again, and where a block is recomputed
+    config = component_class.config_class.from_pretrained(folder, attention_dropout=0.0)
+    model: Any = component_class(config)
     if (folder / "generation_config.json").is_file():
         # where its answers end
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
@@ -125,17 +128,22 @@ def built_empty(component_class: Any, folder: Path, dtype: torch.dtype) -> torch
 def cast(module: Any, dtype: torch.dtype) -> None:
     """Give a component its types; tables that no file holds stay fp32, as in its library's own loader.
 
-    So do rope tables of transformers' models, and what some classes of diffusers compute in fp32 always.
+    So do rope tables of transformers' models, and parameters that a class of either library keeps in fp32: T5
+    the last projection of its MLPs in fp16, where its outputs overflow.
     """
     import transformers
 
     if isinstance(module, transformers.PreTrainedModel):
-        tensors, kept = dict(module.named_parameters()), set()
+        tensors = dict(module.named_parameters())
+        kept = "|".join(pattern.replace("*", ".*") for pattern in module._get_dtype_plan(dtype))
     else:
-        tensors, kept = module.state_dict(keep_vars=True), set(module._keep_in_fp32_modules or ())
+        tensors = module.state_dict(keep_vars=True)
+        words = "|".join(map(re.escape, module._keep_in_fp32_modules or ()))
+        kept = rf"(^|\.)({words})(\.|$)" if words else ""
+    in_fp32 = re.compile(kept or "(?!)")
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype if kept.isdisjoint(name.split(".")) else torch.float32)
+            tensor.data = tensor.data.to(torch.float32 if in_fp32.search(name) else dtype)
 
 
 def tied(module: torch.nn.Module) -> Mapping[str, str]:

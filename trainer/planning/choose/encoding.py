@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 
 from trainer.planning.cost import memory
 from trainer.planning.cost.storage import Storage, parameters
-from trainer.planning.plan import Decision
+from trainer.planning.plan import Decision, Plan
 from trainer.planning.shapes.geometry import Geometry
 from trainer.ways.storages import WAYS
 from trainer.words.sizes import gib
@@ -43,3 +43,15 @@ def rows(storage: Storage, geometry: Geometry) -> Iterator[Decision]:
         needs = {kind or storage.dtype: needed_bytes(storage, geometry, kind) for kind in precise}
         reason = "; ".join(f"{name} needs {gib(size)}" for name, size in needs.items())
         yield Decision("text_encoders", chosen, "auto", reason)
+
+
+def kept(plan: Plan, kind: str) -> Plan:
+    """The plan of a run that began with its captions encoded in `kind`, whatever this start alone would
+    take.
+    """
+    if kind == plan.text_encoder_weights:
+        return plan
+    reason = f"as the run began; this start alone would take {plan.text_encoder_weights}"
+    row = Decision("text_encoders", kind, "auto", reason)
+    others = (one for one in plan.decisions if one.feature != row.feature)
+    return dataclasses.replace(plan, text_encoder_weights=kind, decisions=(*others, row))

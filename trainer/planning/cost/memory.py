@@ -10,8 +10,8 @@ from trainer.planning.cost.storage import Storage, counted, linear_bytes, parame
 from trainer.planning.cost.trained_memory import FP32_MORE_BYTES
 from trainer.planning.plan import MemoryRow
 from trainer.planning.shapes.activations import COUNTED_ATTENTION
-from trainer.planning.shapes.geometry import Geometry, Linears, Stack, linears_of, parted
-from trainer.ways.storages import ENCODERS_KEEP, VALUE_BYTES, WAYS, Way
+from trainer.planning.shapes.geometry import Geometry, Linears, Stack, fp32_parameters, linears_of, parted
+from trainer.ways.storages import ENCODERS_FP32_IN_FP16, ENCODERS_KEEP, VALUE_BYTES, WAYS, Way
 from trainer.words.sizes import GIB
 
 # CUDA context, its kernels, workspaces of cuBLAS and cuDNN: what nvidia-smi shows beyond torch's own
@@ -88,16 +88,20 @@ def cache_stages(storage: Storage, geometry: Geometry) -> dict[str, tuple[Memory
 def text_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     """Memory of encoding captions: all text encoders, as they are stored, and one caption's activations."""
     name, kind, count = "text encoders", storage.text_encoders, parameters(geometry, "text_encoder")
+    parts = [part for part in geometry.components if part.role == "text_encoder"]
     peak = MemoryRow(f"{name}: activations", geometry.text_bytes_peak, _ONE_SAMPLE)
+    kept = ENCODERS_FP32_IN_FP16 if storage.dtype == "fp16" else ()
+    fp32 = sum(fp32_parameters(part.shapes, kept) for part in parts)
+    more, among = fp32 * FP32_MORE_BYTES, f", {counted(fp32)} of them in fp32" if fp32 else ""
     if not kind:
-        whole = MemoryRow(name, count * storage.value_bytes, f"{counted(count)}, {storage.dtype}")
+        detail = f"{counted(count)}, {storage.dtype}{among}"
+        whole = MemoryRow(name, count * storage.value_bytes + more, detail)
         return _with_overhead(storage, [whole, peak])
-    parts = (part for part in geometry.components if part.role == "text_encoder")
     sizes = [size for part in parts for size in parted(part, ENCODERS_KEEP)[1].values()]
     linears, way = linears_of(sizes), WAYS[kind]
     packed, largest = linears.parameters, linears.largest
-    stored = linear_bytes(way, linears, len(sizes)) + (count - packed) * storage.value_bytes
-    detail = f"{counted(packed)} in {kind}, {counted(count - packed)} in {storage.dtype}"
+    stored = linear_bytes(way, linears, len(sizes)) + (count - packed) * storage.value_bytes + more
+    detail = f"{counted(packed)} in {kind}, {counted(count - packed)} in {storage.dtype}{among}"
     unpacked = min(largest, way.most_unpacked or largest) * way.encoder_bytes
     rows = [MemoryRow(name, stored, detail), MemoryRow(f"{kind} unpacked", unpacked, _ONE_WEIGHT), peak]
     return _with_overhead(storage, rows)

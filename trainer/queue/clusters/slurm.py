@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +25,11 @@ _OWN = "slurm"
 """Folder in the run's with its configuration and what its starts print."""
 _COLUMNS = "JobID:|,State:|,exit_code:|,Reason:"
 _LAUNCH = "LAUNCH"
-"""Variable of the script: the words of the program that trains."""
+"""Variable of the script: the words of the program that trains, one a line, for a path may have blanks."""
 _HELD_BY = ("JobHeldUser", "JobHeldAdmin", "held state", "JobHoldMaxRequeue")
 """Parts of reasons for which only a person lets a job start."""
+_GPU_RESOURCE = re.compile(r"\b(gpu|shard|mps)\b")
+"""Slurm's names for GPUs and for shares of them."""
 _AGAIN = "; added again, its run goes on from the newest checkpoint"
 # fmt: off
 _STATES: Mapping[str, Seen] = {
@@ -89,8 +93,6 @@ class Slurm:
             own.mkdir(parents=True, exist_ok=True)
         config = own / "config.yaml"
         atomic.write_text(config, request.config)
-        # a written number counts the GPUs of all nodes
-        gpus = f"--gpus={request.count}" if request.count > 1 else "--gpus-per-node=1"
         held = ("--hold",) if request.held else ()
         # sbatch replaces % in it
         output = str(own / "output.log").replace("%", "%%")
@@ -101,7 +103,7 @@ class Slurm:
                 "--parsable",
                 "--export=ALL",
                 *words,
-                *(() if CPU in request.gpus else (gpus,)),
+                *_gpus(request, self.options),
                 *held,
                 *self.options,
                 str(SCRIPT),
@@ -137,7 +139,11 @@ class Slurm:
     def stop(self, job: str) -> None:
         """Ask a run to save and end; it is held then. One that has not begun is held."""
         asked(("scontrol", "hold", job))
-        if self.state(job).state in (State.RUNNING, State.STOPPING):
+        seen = self.state(job).state
+        if seen is State.RUNNING and not _has_steps(job):
+            # its nodes get ready: no signal would reach anything, and there is nothing to save
+            asked(("scontrol", "requeuehold", job))
+        elif seen in (State.RUNNING, State.STOPPING):
             # to the steps: the script outlives them, and queues the job again, held
             asked(("scancel", "--signal=TERM", job))
 
@@ -165,6 +171,33 @@ class Slurm:
                 if seen.state not in ENDED:
                     raise ConfigError(f"it is {seen.state}", where=one.word, remedy=f"scancel {job} ends it")
                 records.drop(self.queue, one)
+
+
+def _gpus(request: Request, options: Sequence[str]) -> tuple[str, ...]:
+    """The option of sbatch for the job's GPUs; none where the user's `options` name GPUs, for Slurm joins the
+    two, or where it computes on the CPU.
+    """
+    if CPU in request.gpus or _name_gpus(options):
+        return ()
+    # a written number counts the GPUs of all nodes
+    return (f"--gpus={request.count}" if request.count > 1 else "--gpus-per-node=1",)
+
+
+def _name_gpus(options: Sequence[str]) -> bool:
+    for option, following in itertools.zip_longest(options, options[1:], fillvalue=""):
+        name, _, value = option.partition("=")
+        if name.startswith(("--gpus", "-G")):
+            return True
+        # other resources are named so as well
+        if (name == "--gres" or name.startswith("--tres-per-")) and _GPU_RESOURCE.search(value or following):
+            return True
+    return False
+
+
+def _has_steps(job: str) -> bool:
+    """Whether a running job has come to a step of its script, which a signal reaches."""
+    steps = asked(("squeue", "--steps", f"--jobs={job}", "--noheader", "--format=%i")).split()
+    return any(step.rpartition(".")[2].isdecimal() for step in steps)
 
 
 def states(text: str) -> dict[str, Seen]:
@@ -212,4 +245,4 @@ def _for_the_script(environ: Mapping[str, str]) -> dict[str, str]:
     left_out = (*launchers.VARIABLES, "TRAINER_RUNTIME_DIR", "TRAINER_QUEUE_JOB")
     kept = environment.with_absolute_paths(environment.without_settings(environ))
     own = {name: value for name, value in kept.items() if name not in left_out}
-    return {_LAUNCH: " ".join(python("-m", "trainer")), **own}
+    return {_LAUNCH: "\n".join(python("-m", "trainer")), **own}

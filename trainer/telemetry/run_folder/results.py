@@ -7,13 +7,26 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from trainer.files.json_object import read_object
 from trainer.telemetry.rundir import CONFIG_FILE
 
 LORA_FOLDER = "lora"
 """Folder of a LoRA's files: in the run's folder the result's, in a checkpoint's those of its step."""
+BEST_FOLDER, BEST_RECORD = "best", "best.json"
+"""Folder of the LoRA with the lowest held-out loss, and its record there."""
+PROOF_SUFFIX = ".proof.json"
+"""End of the name of a LoRA's proof, in place of `.safetensors`."""
+_BEST_TYPES: Mapping[str, Any] = {
+    "file": str,
+    "step": int,
+    "validation_loss": float | int,
+    "validation_data": str,
+}
+_MOST_BYTES = 1 << 16
 _STEP = re.compile(r"step-(\d{6,})")
-_RESULTS = (LORA_FOLDER, "model", "best")
+_RESULTS = (LORA_FOLDER, "model", BEST_FOLDER)
 _RECORDS = (
     "before_after.png", "samples/strip.png", CONFIG_FILE, "plan.json", "metrics.jsonl",
     "log.jsonl", "left_out.jsonl", "run.json",
@@ -111,6 +124,29 @@ def files(run_dir: Path) -> tuple[SavedFile, ...]:
 def has_result(run_dir: Path) -> bool:
     """True if the run has saved the LoRA or the model that it was trained for."""
     return any(run_dir.glob("lora/*.safetensors")) or any(run_dir.glob("model/**/*.safetensors"))
+
+
+def lora_step(run_dir: Path) -> int | None:
+    """The step of the LoRA that is the run's result, by its proof; None where no proof says it."""
+    for path in sorted((run_dir / LORA_FOLDER).glob(f"*{PROOF_SUFFIX}")):
+        step = read_object(path, _MOST_BYTES).get("step")
+        if isinstance(step, int):
+            return step
+    return None
+
+
+def read_best(run_dir: Path) -> dict[str, Any] | None:
+    """The record of the kept LoRA: step, validation_loss, validation_data, file; None without one."""
+    found = best_record(run_dir)
+    # the file may have been moved away
+    return found if found is not None and (run_dir / BEST_FOLDER / found["file"]).is_file() else None
+
+
+def best_record(run_dir: Path) -> dict[str, Any] | None:
+    """The content of best.json; None where it is missing or is not one of ours."""
+    found = read_object(run_dir / BEST_FOLDER / BEST_RECORD, _MOST_BYTES)
+    whole = all(isinstance(found.get(name), kind) for name, kind in _BEST_TYPES.items())
+    return found if whole and Path(found["file"]).name == found["file"] else None
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:

@@ -47,7 +47,8 @@ class Metric:
 # fmt: off
 METRICS: tuple[Metric, ...] = (
     Metric(name="trainer_step", help="Optimizer steps done at the last log step."),
-    Metric(name="trainer_planned_steps", help="Optimizer steps that the run will do in all."),
+    Metric(name="trainer_planned_steps",
+           help="Optimizer steps that the run will do in all; those done once it ended early as configured."),
     Metric(name="trainer_loss", help="Training loss, mean since the log step before."),
     Metric(name="trainer_validation_loss", help="Loss on held-out samples at fixed noise."),
     Metric(name="trainer_validation_perplexity",
@@ -85,8 +86,10 @@ METRICS: tuple[Metric, ...] = (
     Metric(name="trainer_plan_info", labels=("feature", "value"), help="Decisions of the hardware plan."),
     Metric(name="trainer_build_info", labels=("version", "torch", "family", "method"),
            help="Versions and what is trained."),
-    Metric(name="trainer_supervisor_info", labels=("version",), writer="supervisor",
-           help="Version of the supervisor."),
+    Metric(name="trainer_supervisor_info", labels=("version", "first_rank", "unified_memory"),
+           writer="supervisor",
+           help="Version of the supervisor, the lowest rank here, and whether CPU and GPU share one memory; a"
+                " run of several hosts has its trainer_step and its plan on that of rank 0 alone."),
     Metric(name="trainer_child_up", writer="supervisor", help="1 while all training processes are alive."),
     Metric(name="trainer_rank_heartbeat_timestamp_seconds", labels=("rank",), writer="supervisor",
            help="Unix time of a rank's last heartbeat, in a run of several."),
@@ -212,6 +215,12 @@ class RunMetrics:
     def checkpoint(self, step: int) -> None:
         """Say that a checkpoint of `step` became valid."""
         self._registry.gauges["trainer_checkpoint_step"].set(step)
+
+    def ended_early(self, step: int) -> None:
+        """Publish that training ended after `step`, which is all that there will be."""
+        for name in ("trainer_step", "trainer_planned_steps"):
+            self._registry.gauges[name].set(step)
+        self.write()
 
     def write(self) -> None:
         """Publish all values at once for the supervisor to serve; a full folder keeps the last ones."""

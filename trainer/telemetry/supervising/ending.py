@@ -53,6 +53,7 @@ def body(
     why = cause or (problems[0].what if problems else "")
     steps = {} if last is None else {"step": last.optimizer_step, "steps": last.optimizer_steps}
     line = f"{run_dir.name}: {meaning(exit_code)} (exit code {exit_code})" + (f": {why}" if why else "")
+    seconds = 0.0 if last is None else time.time() - last.started_unix_seconds
     values = {
         "text": line,
         "content": line,
@@ -61,7 +62,8 @@ def body(
         "meaning": meaning(exit_code),
         "cause": why,
         **steps,
-        "seconds": None if last is None else round(time.time() - last.started_unix_seconds, 1),
+        # not known where the clock was set back meanwhile
+        "seconds": None if last is None or seconds < 0 else round(seconds, 1),
     }
     found = json.loads(redacted(json.dumps(values)))
     assert isinstance(found, dict)

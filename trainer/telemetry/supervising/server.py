@@ -39,18 +39,23 @@ def metrics_text(
     child_up: bool,
     verdict: Verdict,
     ranks: Sequence[Status | None],
+    first_rank: int,
+    unified_memory: bool,
     available: int | None,
 ) -> str:
     """The last metrics of rank 0, if any, and the supervisor's own as text exposition.
 
-    `ranks` are the statuses of the run's processes, one where it has one.
+    `ranks` are the statuses of the run's processes here, one where it has one; `first_rank` is the lowest
+    one's among those of all hosts. `unified_memory`: whether memory floors count.
     """
     try:
         run = (directory / METRICS_FILE).read_text(errors="replace")
     except OSError:
         run = ""
     registry = build_registry("supervisor")
-    registry.gauges["trainer_supervisor_info"].labels(version=version).set(1)
+    memory = "true" if unified_memory else "false"
+    info = registry.gauges["trainer_supervisor_info"]
+    info.labels(version=version, first_rank=first_rank, unified_memory=memory).set(1)
     beats = [0.0 if one is None else one.beat_unix_seconds for one in ranks]
     for rank, (one, beat) in enumerate(zip(ranks, beats, strict=True) if len(ranks) > 1 else ()):
         registry.gauges["trainer_rank_heartbeat_timestamp_seconds"].labels(rank=rank).set(beat)

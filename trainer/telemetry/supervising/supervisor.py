@@ -212,6 +212,8 @@ class _Watch:
             child_up=bool(self.children) and all(child.returncode is None for child in self.children),
             verdict=self._judge(ranks),
             ranks=ranks,
+            first_rank=self.among.first_rank,
+            unified_memory=self.unified_memory,
             available=cause_of_death.available_bytes(self.meminfo),
         )
 

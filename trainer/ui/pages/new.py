@@ -21,10 +21,12 @@ from trainer.ui.views.asked import OWN, RUN, Asked, form_of, is_key, starts
 from trainer.ui.views.foreign import Translated, brought
 from trainer.ui.views.new import NewRun, add_to_queue, added, new_run
 from trainer.ui.views.planned import with_one_key
+from trainer.ui.views.queueing.goes_on import TICK
 
 DEPTHS = ("needed", "usual", "all")
 _MOST_CHARACTERS = 1 << 19
 """Longest text of a field."""
+_NOT_ADDED = {"added": None, "added_goes_on": False}
 _SENT = ("/new/file", "/new/start")
 """Addresses that a form is sent to, and that show it again where it has mistakes."""
 
@@ -39,7 +41,8 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
         start, run = (request.query_params.get(name, "") for name in ("start", "run"))
         start = f"{RUN}{run}" if run else start
         view = new_run(studio, Asked(start=start) if run or start in starts() else Asked())
-        return _page(request, view, added=added(request.query_params.get("added", "")))
+        job, goes_on = (request.query_params.get(name, "") for name in ("added", "goes_on"))
+        return _page(request, view, added=added(job), added_goes_on=bool(goes_on))
 
     async def change(request: Request) -> Response:
         form = await request.form(max_fields=4000)
@@ -80,6 +83,7 @@ def asked_by(form: FormData) -> Asked:
         presets=tuple(one for one in form.getlist("preset") if isinstance(one, str) and one in known),
         depth=depth if (depth := _text(form, "depth")) in DEPTHS else DEPTHS[0],
         facts=_text(form, "facts"),
+        goes_on=_text(form, "goes_on"),
         typed=typed,
     )
 
@@ -103,13 +107,14 @@ def _changed(studio: Studio, request: Request, form: FormData) -> Response:
 
 
 def _page(request: Request, view: NewRun, status_code: int = 200, **more: object) -> Response:
-    context = {"rows": (), "foreign": "", "foreign_problems": (), "start_problems": (), "added": None, **more}
+    context = {"rows": (), "foreign": "", "foreign_problems": (), "start_problems": (), **_NOT_ADDED, **more}
     return render(
         request,
         "new.html",
         status_code=status_code,
         view=view,
         notes=_notes(view),
+        tick=TICK,
         starts=starts(),
         own=OWN,
         presets=presets.names(),
@@ -118,7 +123,7 @@ def _page(request: Request, view: NewRun, status_code: int = 200, **more: object
 
 
 def _plan(request: Request, view: NewRun) -> Response:
-    return HTMLResponse(part(request, "_plan.html", view=view, notes=_notes(view)))
+    return HTMLResponse(part(request, "_plan.html", view=view, notes=_notes(view), tick=TICK))
 
 
 def _notes(view: NewRun) -> str:
@@ -155,4 +160,5 @@ def _started(request: Request, view: NewRun) -> Response:
         job = add_to_queue(view)
     except TrainerError as error:
         return _page(request, view, status_code=422, start_problems=tuple(map(with_one_key, error.problems)))
-    return RedirectResponse(f"/new?added={job}", status_code=303)
+    goes_on = "&goes_on=1" if view.occupied else ""
+    return RedirectResponse(f"/new?added={job}{goes_on}", status_code=303)

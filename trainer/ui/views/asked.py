@@ -49,6 +49,8 @@ class Asked:
     """Depth of the fields that are shown."""
     facts: str = ""
     """Another machine, as `trainer probe --json` wrote it; empty for this one."""
+    goes_on: str = ""
+    """The folder for which it is ticked to go on with the run there."""
     typed: Mapping[str, str] = field(default_factory=dict)
     """Texts of fields by key; blank ones write nothing."""
 

@@ -11,7 +11,7 @@ from trainer.errors import ExitCode, Problem
 from trainer.telemetry import control
 from trainer.telemetry.control import Request
 from trainer.telemetry.run_folder.plan import PlannedDecision
-from trainer.telemetry.run_folder.results import LORA_FOLDER, Sample, SavedFile
+from trainer.telemetry.run_folder.results import Sample, SavedFile
 from trainer.telemetry.runs import Run, State, read_run
 from trainer.telemetry.status import Phase
 from trainer.telemetry.stop import ON_REQUEST
@@ -19,6 +19,7 @@ from trainer.ui.opened import tail
 from trainer.ui.studio import Studio, identifier
 from trainer.ui.views.kept import Kept, kept_settings
 from trainer.ui.views.queueing.more import More, more_of
+from trainer.ui.views.result import FileView, ResultView, result_view
 from trainer.ui.views.runs import name_of, run_folder
 from trainer.ui.views.state import LOG_FILE, StateView, remedy, state_view
 from trainer.ui.views.trying.choice import lora_files
@@ -28,8 +29,6 @@ LEVELS = ("all", "warning", "error")
 """Filters of the log: all lines, or those of a level and above."""
 _LOG_BYTES, _LOG_LINES, _LAST_LINES = 1 << 17, 200, 20
 _NUMBERS = 100
-_PROVED = "Proved: "
-_ENDED_WELL = (State.FINISHED, State.FINISHED_EARLY)
 _SEVERE = {"warning": 1, "error": 2, "critical": 2}
 _BAR = (
     ((Phase.LOAD,), "Load"),
@@ -92,15 +91,6 @@ class EndView:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileView:
-    """A file to download."""
-
-    id: str
-    name: str
-    bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class JobView:
     """The page of a run."""
 
@@ -127,10 +117,8 @@ class JobView:
     level: str
     numbers: tuple[tuple[int, tuple[str, ...]], ...]
     """Last log steps, newest first: step and the values of NUMBERS as text."""
-    proved: str
-    """How its result was proved, in the words of its log; empty before."""
-    results: tuple[tuple[FileView, str], ...]
-    """LoRA files of the result, each with the programs that load it."""
+    result: ResultView | None
+    """Its LoRA; None while it runs, and without one."""
     shown: FileView | None
     """The picture with prompts without and with the result; None where there is none."""
     checkpoints: tuple[tuple[int, int], ...]
@@ -170,7 +158,6 @@ def job_view(studio: Studio, run_id: str, *, level: str = LEVELS[0]) -> JobView:
     pace = next((one.median_step_seconds for one in run.statuses[:1] if one is not None), None)
     hidden = ("family", "method", "state", "exit", "step")
     files = tuple(_file(folder, one) for one in run.files)
-    said = [line.text.partition(_PROVED)[2] for line in lines if _PROVED in line.text]
     return JobView(
         id=run_id,
         name=name_of(studio.runs, folder),
@@ -194,8 +181,7 @@ def job_view(studio: Studio, run_id: str, *, level: str = LEVELS[0]) -> JobView:
         numbers=_numbers(run),
         checkpoints=tuple((one.step, one.bytes) for one in run.checkpoints),
         files=files,
-        proved=said[-1] if said and run.state in _ENDED_WELL else "",
-        results=tuple(_results(files)),
+        result=result_view(run, [line.text for line in lines], files),
         shown=next((one for one in files if one.name == "before_after.png"), None),
         settings=kept_settings(studio, folder),
         damaged_lines=run.damaged_lines,
@@ -214,16 +200,8 @@ def _file(folder: Path, one: SavedFile) -> FileView:
     )
 
 
-def _results(files: Sequence[FileView]) -> Iterator[tuple[FileView, str]]:
-    for one in files:
-        if one.name.startswith(f"{LORA_FOLDER}/") and one.name.endswith(".safetensors"):
-            yield one, "ComfyUI" if one.name.endswith(".comfyui.safetensors") else "diffusers"
-
-
 def _can_resume(run: Run) -> bool:
-    """True where a run that has ended has settings to go on with, and did not end well; one that has a result
-    may have been continued with more steps, or have failed its proof.
-    """
+    """True where a run that has ended has settings to go on with, and did not end well."""
     unfinished = run.state in (State.RESUMABLE, State.BEGUN)
     return bool(run.config) and (unfinished or (run.end is not None and run.end.exit_code != ExitCode.OK))
 

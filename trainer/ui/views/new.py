@@ -21,6 +21,7 @@ from trainer.ui.studio import Studio
 from trainer.ui.views.asked import STUDIO, Asked, below_of, count_of, form_of, loaded_of, starts
 from trainer.ui.views.paths import folders, root_name, takes_folder
 from trainer.ui.views.planned import Planned, of_error, plan_on, this_machine
+from trainer.ui.views.queueing.goes_on import Occupied, occupied, require_wanted
 
 _BATCHES = ("2", "3", "4", "8")
 _BREATH_SECONDS = 0.05
@@ -83,6 +84,8 @@ class NewRun:
     """Lines of a unified diff from the configuration to start from, with its presets, to `yaml`."""
     name: str
     """Name of the run's folder; empty where the configuration is wrong."""
+    occupied: Occupied | None
+    """The run that is in this folder already; None without one, and for another machine."""
 
     @property
     def file_name(self) -> str:
@@ -131,17 +134,25 @@ def new_run(studio: Studio, asked: Asked) -> NewRun:
         yaml=yaml,
         difference=_difference(start_text, yaml),
         name="" if loaded is None else loaded.config.output_dir.name,
+        occupied=None if loaded is None or asked.facts.strip() else occupied(loaded, _steps(loaded, planned)),
     )
+
+
+def _steps(loaded: Loaded, planned: Planned) -> int:
+    """Optimizer steps of the run; without a plan those that are written."""
+    return planned.steps or loaded.config.train.max_train_steps
 
 
 def add_to_queue(view: NewRun) -> str:
     """Add the run behind all others of the queue; the number of its job.
 
-    Raises ConfigError for a form that is wrong, and the errors of `trainer queue add`.
+    Raises ConfigError for a form that is wrong, and for a run in its folder unless that is ticked; and the
+    errors of `trainer queue add`.
     """
     if view.loaded is None or view.asked.facts.strip():
         remedy = "correct what is marked, and leave the field of another machine empty"
         raise ConfigError("this is no plan of a run on this machine", where="the form", remedy=remedy)
+    require_wanted(view.occupied, view.asked.goes_on)
     queue = users_queue()
     (job,) = queue.submit([request(view.loaded, this_machine(), queue.gpus())])
     return job

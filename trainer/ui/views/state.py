@@ -74,9 +74,7 @@ def state_view(run: Run) -> StateView:
     """The state of a run at the time it was read."""
     if run.state is State.RUNNING:
         return _running(run)
-    if run.state in (State.FINISHED, State.FINISHED_EARLY) and (
-        run.end is None or run.end.exit_code in (0, None)
-    ):
+    if run.state in (State.FINISHED, State.FINISHED_EARLY):
         return StateView(kind="good", word=run.state.value, detail=run.early_stop)
     if run.end is None:
         word = "stopped" if run.state is State.RESUMABLE else "not begun"

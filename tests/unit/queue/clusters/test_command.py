@@ -32,7 +32,7 @@ def run(
     write_pair(tmp_path / "images", "cat.png")
     monkeypatch.setenv("TRAINER_QUEUE_DIR", str(tmp_path / "queue"))
     client(clients, "sbatch", "echo 7")
-    client(clients, "squeue", "echo '7|RUNNING|0|None'")
+    client(clients, "squeue", "case $1 in --steps) echo 7.0;; *) echo '7|RUNNING|0|None';; esac")
     client(clients, "scontrol", "")
     client(clients, "scancel", "")
 

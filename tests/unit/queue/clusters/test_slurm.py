@@ -6,7 +6,11 @@ squeue-22.05*.txt is what Slurm 22.05.8 (Debian 12) printed; tests/slurm asks a 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -91,6 +95,74 @@ def test_the_script_tries_again_what_a_job_of_kubernetes_counts() -> None:
     assert tried == {ExitCode.HUNG, ExitCode.STOPPED, PEER_LOST}
 
 
+@pytest.fixture
+def script(clients: Path, tmp_path: Path) -> Callable[..., str]:
+    """The script on one node, with a program that ends with CODE: what it said."""
+    client(clients, "srun", 'while [ "$1" != bash ]; do shift; done\nexec "$@"')
+    client(clients, "scontrol", "echo node-1")
+    client(clients, "scancel", "")
+    program = tmp_path / "my envs/trainer"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "words: $*"\nexit "$CODE"\n')
+    program.chmod(0o755)
+
+    def run(code: int, log: Path, *, job: str = "7", restarts: int = 0, launch: str = "") -> str:
+        own = {
+            "SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "node-1", "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_NODEID": "0", "SLURM_RESTART_COUNT": str(restarts), "MAX_RESTARTS": "2",
+            "CODE": str(code), "LAUNCH": launch or f"{program}\n-P", "TMPDIR": str(tmp_path),
+        }  # fmt: skip
+        before = log.stat().st_size if log.is_file() else 0
+        with log.open("ab") as output:
+            words_ = ["bash", str(SCRIPT), "my.yaml"]
+            ended = subprocess.run(
+                words_, env={**os.environ, **own}, stdout=output, stderr=output, timeout=60
+            )
+        assert ended.returncode == code
+        return log.read_text()[before:] if log.is_file() else ""
+
+    return run
+
+
+def test_the_script_counts_hangs_and_lost_machines_in_a_row(
+    script: Callable[..., str], clients: Path, tmp_path: Path
+) -> None:
+    """Slurm's number counts every start, also those after a time limit or a preemption."""
+    log = tmp_path / "output.log"
+    again = "goes on from the newest checkpoint"
+    assert again in script(ExitCode.HUNG, log, restarts=30)
+    assert again in script(PEER_LOST, log, restarts=31)
+    assert "stopped and held" in script(ExitCode.STOPPED, log, restarts=32)
+    assert again in script(PEER_LOST, log, restarts=33)
+    assert again in script(ExitCode.HUNG, log, restarts=34)
+    assert again not in script(PEER_LOST, log, restarts=35)
+    # it is tried anew by a person, and a job that is added again begins anew
+    assert again in script(PEER_LOST, log, restarts=36)
+    assert again in script(PEER_LOST, log, restarts=37)
+    assert again in script(PEER_LOST, log, job="8")
+    assert "words:" in script(ExitCode.OK, log)
+    assert sorted(path.name for path in tmp_path.glob("output.log*")) == ["output.log"]
+    assert words(clients, "scontrol").count("requeue") == 7
+
+
+def test_where_the_log_is_no_file_the_scripts_starts_are_counted_by_slurm(
+    script: Callable[..., str], clients: Path
+) -> None:
+    script(PEER_LOST, Path("/dev/null"), restarts=1)
+    assert words(clients, "scontrol").count("requeue") == 1
+    script(PEER_LOST, Path("/dev/null"), restarts=2)
+    assert words(clients, "scontrol").count("requeue") == 1
+
+
+def test_the_scripts_program_has_words_by_lines_or_by_spaces(
+    script: Callable[..., str], tmp_path: Path
+) -> None:
+    """A virtual environment's path may have a blank."""
+    log = tmp_path / "output.log"
+    assert "words: -P train my.yaml" in script(0, log)
+    assert "words: a b train my.yaml" in script(0, log, launch="echo words: a b")
+
+
 # ---- clients
 
 
@@ -122,7 +194,56 @@ def test_a_job_is_handed_over_by_words_and_without_settings(
     )
     assert "TRAINER__LORA__RANK" not in told and "RANK" not in told
     assert told["TRAINER_CACHE_DIR"] == str(Path.cwd() / "cache")
-    assert told["LAUNCH"].endswith(" -m trainer")
+    assert told["LAUNCH"] == sys.executable
+    assert "\n-P\n-m\ntrainer\n" in (clients / "sbatch.env").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "ours"),
+    [
+        (["--gres=gpu:2"], False),
+        (["--gres", "gpu:h100:2"], False),
+        (["--gres=shard:4"], False),
+        (["--gpus=2"], False),
+        (["--gpus-per-task", "2"], False),
+        (["-G2"], False),
+        (["--partition=gpu", "--tres-per-node=gres/gpu:2"], False),
+        (["--partition=gpu"], True),
+        (["--gpu-bind=none", "--gres-flags=enforce-binding"], True),
+        (["--gres=tmpfs:100G"], True),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 2])
+def test_gpus_that_the_user_names_are_the_jobs(
+    clients: Path, tmp_path: Path, options: list[str], ours: bool, count: int
+) -> None:
+    """Slurm joins --gpus-per-node=1 with another option for GPUs, and the job gets one."""
+    client(clients, "sbatch", numbers(clients))
+    Slurm(queue=tmp_path / "queue", options=options).submit([request(tmp_path, count=count)])
+    own = words(clients, "sbatch")[: -len(options) - 2]
+    assert bool({"--gpus=2", "--gpus-per-node=1"} & set(own)) is ours
+
+
+@pytest.mark.parametrize(
+    ("steps", "began"),
+    [("", False), ("7.batch", False), ("7.extern 7.batch", False), ("7.0 7.batch", True)],
+)
+def test_a_job_whose_nodes_get_ready_is_stopped(
+    clients: Path, tmp_path: Path, steps: str, began: bool
+) -> None:
+    """A signal to its steps would be lost where there is none yet."""
+    client(clients, "sbatch", numbers(clients))
+    client(
+        clients, "squeue", f"case $1 in --steps) printf '%s\\n' {steps};; *) echo '7|RUNNING|0|None';; esac"
+    )
+    client(clients, "scontrol", "")
+    client(clients, "scancel", "")
+    slurm = Slurm(queue=tmp_path / "queue")
+    slurm.submit([request(tmp_path)])
+    slurm.stop("7")
+    assert words(clients, "scontrol")[:2] == ["hold", "7"]
+    assert words(clients, "scancel") == (["--signal=TERM", "7"] if began else [])
+    assert words(clients, "scontrol")[2:] == ([] if began else ["requeuehold", "7"])
 
 
 def test_a_job_of_the_cpu_asks_for_no_gpu_and_a_held_one_is_held(clients: Path, tmp_path: Path) -> None:

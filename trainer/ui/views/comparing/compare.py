@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.config.reading.paths import differences
 from trainer.telemetry.run_folder.results import Sample
-from trainer.telemetry.runs import Run, read_run
+from trainer.telemetry.runs import Run, differing_settings, read_run
 from trainer.telemetry.sinks.records import SCORES
 from trainer.ui.opened import open_below
 from trainer.ui.studio import Studio, found_by_id, identifier
@@ -82,8 +81,9 @@ class CompareView:
     steps: tuple[int, ...]
     """Steps with previews of any run."""
     step: int | None
+    """The step whose previews are shown; None for the last ones of each run, and where there are none."""
     grid: tuple[GridRow, ...]
-    """Previews at `step`."""
+    """Previews at `step`, or each run's last."""
     grid_notes: tuple[str, ...]
     """Reasons why pictures beside each other are not of the same prompt, seed or settings."""
 
@@ -94,8 +94,10 @@ class CompareView:
 
     @property
     def neighbours(self) -> tuple[int | None, int | None]:
-        """The steps with previews before and after `step`."""
-        place = self.steps.index(self.step) if self.step is not None else 0
+        """The steps with previews before and after `step`; none where that is None."""
+        if self.step is None:
+            return None, None
+        place = self.steps.index(self.step)
         before = self.steps[place - 1] if place > 0 else None
         return before, self.steps[place + 1] if place + 1 < len(self.steps) else None
 
@@ -109,14 +111,20 @@ def read_runs(studio: Studio, ids: Sequence[str]) -> list[Run]:
 def compare_view(
     studio: Studio, ids: Sequence[str], *, step: int | None = None, over: str = OVER[0]
 ) -> CompareView:
-    """The page of the runs with these ids, with previews at `step`: the last one that all have if not given.
+    """The page of the runs with these ids, with previews at `step`.
+
+    If it is not given, they are of the last step that all have; of each run's last where none is shared but
+    the one before training.
 
     Raises UnknownIdError, DataError where a run's settings are damaged, StorageError.
     """
     runs = read_runs(studio, ids)
     steps, shown = _steps(runs, step)
     found = tuple(curve(run, over) for run in runs)
-    samples = [[one for one in run.samples if one.step == shown] for run in runs]
+    samples = [
+        [one for one in run.samples if one.step == (run.samples[-1].step if shown is None else shown)]
+        for run in runs
+    ]
     grid = tuple(_grid(studio, samples))
     figures = {name: tuple(run.figures[name] for run in runs) for name in runs[0].figures}
     return CompareView(
@@ -124,9 +132,7 @@ def compare_view(
         over=over,
         settings=tuple(
             Row(name=key, cells=tuple(values))
-            for key, values in differences(
-                [run.config for run in runs], [run.working_folder for run in runs]
-            ).items()
+            for key, values in differing_settings(runs).items()
             if key != "output_dir"
         ),
         decisions=tuple(_decisions(runs)),
@@ -196,14 +202,15 @@ def _numbers(series: Sequence[Sequence[tuple[int, float]]]) -> tuple[tuple[int, 
 
 
 def _steps(runs: Sequence[Run], asked: int | None) -> tuple[tuple[int, ...], int | None]:
-    """All steps with previews, and the one that is shown."""
+    """All steps with previews, and the one that is shown: None for each run's last."""
     each = [{one.step for one in run.samples} for run in runs]
     steps = tuple(sorted(set[int]().union(*each)))
     if asked in steps:
         return steps, asked
     drawing_runs = [one for one in each if one]
     shared = set[int].intersection(*drawing_runs) if drawing_runs else set[int]()
-    return steps, max(shared or steps, default=None)
+    # before the first step all are the base's: they tell nothing of the runs
+    return steps, max(steps if steps == (0,) else shared - {0}, default=None)
 
 
 def _by_prompt(samples: Sequence[Sample]) -> dict[tuple[str, int], Sample]:
@@ -235,10 +242,12 @@ def _grid_notes(
     grid: Sequence[GridRow], samples: Sequence[Sequence[Sample]], step: int | None
 ) -> Iterator[str]:
     """A sentence for each way in which the previews beside each other are not of the same."""
-    if step is None:
-        return
     without = [letter(place) for place, one in enumerate(samples) if not one]
-    if without:
+    if step is None:
+        last = [f"{letter(place)} at step {one[0].step}" for place, one in enumerate(samples) if one]
+        if last:
+            yield f"No step of training with previews of all: each run's last, {', '.join(last)}."
+    elif without:
         yield f"No previews at step {step}: {', '.join(without)}."
     told = set[str]()
     for row in grid:

@@ -271,7 +271,8 @@ def _require_usable(studio: Studio, folder: Path, paths: Sequence[Path]) -> None
                 require_family(file, str(path), family)
         except UnknownIdError as error:
             raise ConfigError([GONE]) from error
-        if path.parent == folder / results.LORA_FOLDER and not path.with_suffix(".proof.json").is_file():
+        proof = path.with_suffix(results.PROOF_SUFFIX)
+        if path.parent == folder / results.LORA_FOLDER and not proof.is_file():
             what = "it has no proof beside it: the run's end did not load it from the disk and compare"
             remedy = "resume the run, which ends with the proof, or see what `trainer verify-lora` says"
             raise DataError(what, where=str(path), remedy=remedy)
