@@ -200,7 +200,7 @@ def test_a_page_shows_what_became_of_a_change(start: Start, new_context: Context
     page.get_by_label("Caption of 0.png").fill("a cat")
     page.get_by_label("Caption of 1.png").fill("half of a")  # leaving the other saves it
     expect(tile.get_by_role("status")).to_have_text("Saved")
-    expect(tile).not_to_contain_text("Problem", timeout=60_000)
+    expect(tile).not_to_contain_text("Cannot be used", timeout=60_000)
     expect(tile).not_to_contain_text("the image has no caption")
     expect(other).to_contain_text("the image has no caption")
     expect(page.get_by_role("link", name="No caption 1", exact=True)).to_be_visible()
