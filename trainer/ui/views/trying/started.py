@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,22 +51,27 @@ def start_try(studio: Studio, view: ChoiceView) -> int:
 def _new(studio: Studio, folder: Path, queue: Local) -> int:
     """Make the folder of a new try, following no link inside the run's; its number, which no job has."""
     where, known = folder / FOLDER, {job.run for job, _ in queue.jobs()}
-    try:
-        with atomic.no_space_told(where):
+    with atomic.no_space_told(where):
+        try:
             with folder_below(studio.runs, where) as real:
                 real.mkdir(exist_ok=True)
             with folder_below(studio.runs, where / "1") as first:
-                for number in itertools.count(1 + max(numbers(first.parent), default=0)):
-                    if where / str(number) in known:
-                        continue  # of a try whose folder was removed
-                    try:
-                        (first.parent / str(number)).mkdir()
-                    except FileExistsError:
-                        continue  # another request's
-                    return number
-    except OSError as error:
-        what, remedy = f"no folder can be made there: {error.strerror}", "move what is in its place"
-        raise ConfigError(what, where=str(where), remedy=remedy) from error
+                return _numbered(first.parent, where, known)
+        except (NotADirectoryError, FileExistsError) as error:
+            what, remedy = f"no folder can be made there: {error.strerror}", "move what is in its place"
+            raise ConfigError(what, where=str(where), remedy=remedy) from error
+
+
+def _numbered(real: Path, where: Path, known: Set[Path]) -> int:
+    """Make the next folder of `real`, which is `where` by its name; its number."""
+    for number in itertools.count(1 + max(numbers(real), default=0)):
+        if where / str(number) in known:
+            continue  # of a try whose folder was removed
+        try:
+            (real / str(number)).mkdir()
+        except FileExistsError:
+            continue  # another request's
+        return number
     raise AssertionError("numbers do not end")
 
 
