@@ -198,9 +198,8 @@ def _problems(
             yield path, what, other
         for what in _bad_values(theirs, ours):
             yield path, what, _REMEDY
-        for (
-            key
-        ) in _HEADS:  # weights have the same shapes with any number of heads, and classes have a default
+        # weights have the same shapes with any number of heads, and classes have a default
+        for key in _HEADS:
             if name != family.trained_component and ours.get(key) is not None and theirs.get(key) is None:
                 yield path, f"it does not say {key}", _REMEDY
         if name != family.trained_component and ours.get("eos_token_id") is not None:
@@ -292,13 +291,12 @@ def _needed(key: str, value: object, our: object) -> str:
     if isinstance(our, bool) and not isinstance(value, bool):
         return "true or false is needed"
     if isinstance(our, list):
-        if our and value == [] and key != "architectures":
+        if not isinstance(value, list):
+            return "a list is needed"
+        if our and not value and key != "architectures":
             return "a list with values is needed"
-        kinds = [_needed("", one, our[0]) for one in value] if isinstance(value, list) and our else []
-        wrong = next(filter(None, kinds), "")
-        return (
-            "a list is needed" if not isinstance(value, list) else f"of each of it: {wrong}" if wrong else ""
-        )
+        wrong = next(filter(None, (_needed("", one, our[0]) for one in value if our)), "")
+        return f"of each of it: {wrong}" if wrong else ""
     if isinstance(our, str) and not isinstance(value, str):
         return "a text is needed"
     if not isinstance(our, int | float) or isinstance(our, bool):

@@ -69,7 +69,7 @@ def take_lock(folder: Path) -> int | None:
 
 
 def fail(folder: Path, start: int, error: TrainerError) -> None:
-    """Record that a start was made and ended at once with the error's code, with the error as its output."""
+    """Record that a start was made and ended at once with BAD_CONFIG, with the error as its output."""
     output = folder / OUTPUT_FILE
     with atomic.no_space_told(output), output.open("a") as file:
         file.write(f"queue: the job cannot be started: {error}\n")

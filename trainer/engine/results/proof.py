@@ -127,8 +127,8 @@ def _remove_renamed(context: Context, folder: Path, name: str) -> None:
     replaces it. Files that are not this run's by their metadata stay.
     """
     ours = _of_any_step(file_metadata(context))
-    for proof in sorted(folder.glob("*.proof.json")):
-        stem = proof.name.removesuffix(".proof.json")
+    for proof in sorted(folder.glob(f"*{PROOF_SUFFIX}")):
+        stem = proof.name.removesuffix(PROOF_SUFFIX)
         older = folder / f"{stem}.safetensors"
         if older.name == name or not older.is_file():
             continue
