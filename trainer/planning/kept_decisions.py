@@ -56,6 +56,15 @@ def continued(loaded: Loaded) -> Loaded:
     )
 
 
+def starts_from_checkpoint(config: RunConfig) -> bool:
+    """True if the next start of this run takes a checkpoint, its own or a named one, whose values then hold.
+
+    Raises StorageError where the run's folder cannot be read.
+    """
+    asked = config.checkpoint.resume_from_checkpoint
+    return asked not in ("auto", "never") or (asked == "auto" and going_on(config))
+
+
 def going_on(config: RunConfig) -> bool:
     """True if the run's folder holds a checkpoint. Raises StorageError where that cannot be read."""
     with atomic.reading_told(config.output_dir):

@@ -8,9 +8,9 @@ from typing import Any
 
 from trainer.config.schema import RunConfig
 from trainer.errors import OutOfMemoryError
-from trainer.planning.choose.suggestions import setting
+from trainer.planning.choose.suggestions import ALLOWED_ON_RESUME, START_AFRESH, setting
 from trainer.planning.cost import memory
-from trainer.planning.kept_decisions import going_on
+from trainer.planning.kept_decisions import starts_from_checkpoint
 from trainer.planning.plan import Plan
 from trainer.planning.shapes.adapters import needs_whole_base
 from trainer.telemetry.status import Phase
@@ -35,27 +35,36 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def out_of_memory(
     error: BaseException, phase: Phase | None, config: RunConfig, plan: Plan, allowed: Allowed
 ) -> OutOfMemoryError:
-    """The error to end with, for an allocation that failed in `phase`; it advises only what is `allowed`."""
-    rows = plan.cache_memory if phase is Phase.CACHE else plan.train_memory
-    predicted = ""
+    """The error to end with, for an allocation that failed in `phase`; it advises only what is `allowed`, and
+    to a run that has a checkpoint nothing that this refuses.
+    """
+    predicted, changes = "", _changes(phase, config, plan)
     if plan.device != "cpu":
+        rows = plan.cache_memory if phase is Phase.CACHE else plan.train_memory
         needed = memory.total(rows) / GIB
         predicted = f"; {needed:.1f} GiB were predicted, {plan.budget_bytes / GIB:.1f} are the budget"
     # advice to torch's own users follows in the next sentences
     said = str(error).split(" If reserved but unallocated")[0].strip() or type(error).__name__
-    talks = any(one.has_conversations for one in config.data.sets)
-    remedies = list[str]()
-    for key, values in _changes(phase, config, plan):
-        fitting = (setting(key, value) for value in values if allowed({key: value}))
-        remedies += itertools.islice(fitting, 1)
-    if plan.micro_batch_size > 1 and phase is not Phase.CACHE:
-        remedies.append("a smaller train.train_batch_size")
-    remedies.append(f"a lower data.{'max_sequence_length' if talks else 'resolution'}")
+    goes_on, settings = starts_from_checkpoint(config), list[str]()
+    for key, values in changes:
+        if key in ALLOWED_ON_RESUME or not goes_on:
+            fitting = (setting(key, value) for value in values if allowed({key: value}))
+            settings += itertools.islice(fitting, 1)
+    others = [START_AFRESH] if goes_on else list(_smaller(phase, config, plan))
+    use = "use " if settings or not goes_on else ""
     return OutOfMemoryError(
         f"memory ran out{predicted} ({said})",
         where=f"phase {phase or Phase.LOAD}",
-        remedy=f"use {', or '.join(remedies)}; what was saved stays",
+        remedy=f"{use}{', or '.join((*settings, *others))}; what was saved stays",
     )
+
+
+def _smaller(phase: Phase | None, config: RunConfig, plan: Plan) -> Iterator[str]:
+    """Advice to take less at a time, which is another experiment."""
+    if plan.micro_batch_size > 1 and phase is not Phase.CACHE:
+        yield "a smaller train.train_batch_size"
+    talks = any(one.has_conversations for one in config.data.sets)
+    yield f"a lower data.{'max_sequence_length' if talks else 'resolution'}"
 
 
 def _changes(phase: Phase | None, config: RunConfig, plan: Plan) -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -67,8 +76,7 @@ def _changes(phase: Phase | None, config: RunConfig, plan: Plan) -> Iterator[tup
             yield "features.cuda_graphs", (False,)
         if not plan.activation_checkpointing or plan.recomputed_blocks:
             yield "features.activation_checkpointing", (True,)
-        # a run that goes on keeps its adapter, and the base that it began with
-        if config.method == "lora" and not going_on(config):
+        if config.method == "lora":
             if needs_whole_base(config):
                 yield "lora.type", ("lora",)
             yield "features.weights", plan.way.smaller

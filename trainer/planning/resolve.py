@@ -129,8 +129,9 @@ def _with_nearest(
         other = dataclasses.replace(situation, config=changed_by(values))
         return gib(_best(_obeying(other, offload=offload))[0].chosen.peak_bytes)
 
-    nearest = nearest_fits(situation.config, peak_of, least_imposed(error.least_bytes))
-    remedy = sentence(nearest)
+    least, goes_on = least_imposed(error.least_bytes), situation.goes_on
+    nearest = nearest_fits(situation.config, peak_of, least, goes_on=goes_on)
+    remedy = sentence(nearest, goes_on=goes_on)
     if not offload:
         with contextlib.suppress(DoesNotFitError):
             peak = gib(_parted(situation, swap=True)[0].chosen.peak_bytes)
@@ -153,11 +154,12 @@ def _parted(situation: Situation, *, swap: bool) -> Parted:
     """The best decisions with the written micro-batches or smaller ones, as many more a step.
 
     Smaller ones are taken where these do not fit, or fit only less precisely or clearly slower, and single
-    samples where batches would rarely be full. Raises the smallest one's error.
+    samples where batches would rarely be full; of a run that goes on none, whose checkpoint refuses them.
+    Raises the smallest one's error.
     """
     asked, best, whole = situation.config, None, None
     last: DoesNotFitError | None = None
-    for config in (asked, *batching.smaller(asked)):
+    for config in (asked, *(() if situation.goes_on else batching.smaller(asked))):
         try:
             other = situation if config is asked else dataclasses.replace(situation, config=config)
             found = decide(other, swap=swap)

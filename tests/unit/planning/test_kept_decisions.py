@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.unit.planning.conftest import machine
+from tests.unit.planning.conftest import GIB, machine
 from tests.unit.planning.test_resolve import matmuls
 from trainer.cli.options import Layers
 from trainer.config.reading.load import Loaded
 from trainer.config.schema import RunConfig
 from trainer.errors import ConfigError, HardwareError, StorageError
-from trainer.planning.kept_decisions import continued
+from trainer.files import codec
+from trainer.planning.kept_decisions import continued, starts_from_checkpoint
 from trainer.planning.planning import plan_run
 
 BEGAN = {"dtype": "bf16", "weights": "fp8", "micro_batch_size": 2, "accumulation_steps": 8}
@@ -108,6 +110,39 @@ def test_samples_stay_parted_as_they_were(load: Load, tmp_path: Path, size: int,
     assert parted(continued(load(*asked))) == (1, 4)
     begin(tmp_path, {**BEGAN, "micro_batch_size": size, "accumulation_steps": steps})
     assert parted(continued(load(*asked))) == (size, steps)
+
+
+@pytest.mark.parametrize(
+    ("computer", "name", "size", "steps", "available"),
+    [
+        ("several/h200-x2", "flux1_kontext_full", 4, 2, 400),
+        ("dgx-spark", "flux1_dev_lora", 4, 1, 90),
+        ("dgx-spark", "flux1_dev_lora", 4, 1, 70),
+    ],
+)
+def test_a_step_is_not_parted_anew_where_less_memory_is_left(
+    tmp_path: Path, computer: str, name: str, size: int, steps: int, available: int
+) -> None:
+    """The checkpoint refuses another size of micro-batches, and the same command would never go on."""
+    batch = (f"train.train_batch_size={size}", f"train.gradient_accumulation_steps={steps}")
+    asked = Layers((Path(f"train_configs/{name}.yaml"),), batch, None, tmp_path).load()
+    facts = machine(computer)
+    began = plan_run(asked, facts, find_model=lambda _: None)
+    begin(tmp_path, json.loads(codec.to_json(began)))
+    memory = dataclasses.replace(facts.memory, available_bytes=available * GIB)
+    plan = plan_run(continued(asked), dataclasses.replace(facts, memory=memory), find_model=lambda _: None)
+    parted = plan.micro_batch_size, plan.accumulation_steps
+    assert parted == (began.micro_batch_size, began.accumulation_steps) == (size, steps)
+
+
+def test_a_checkpoint_that_is_named_is_where_a_run_starts(load: Load, tmp_path: Path) -> None:
+    assert not starts_from_checkpoint(load().config)
+    assert starts_from_checkpoint(
+        load(f"checkpoint.resume_from_checkpoint={tmp_path / 'step-000004'}").config
+    )
+    begin(tmp_path)
+    assert starts_from_checkpoint(load().config)
+    assert not starts_from_checkpoint(load("checkpoint.resume_from_checkpoint=never").config)
 
 
 def test_what_is_written_is_not_touched(load: Load, tmp_path: Path) -> None:

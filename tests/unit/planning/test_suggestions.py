@@ -12,6 +12,7 @@ import pytest
 
 from tests.golden.plans import ROOT
 from tests.unit.planning.conftest import machine
+from tests.unit.planning.test_out_of_memory import CUDA
 from trainer import families
 from trainer.config.judging.rule import Rule
 from trainer.config.reading.load import Loaded, load
@@ -96,7 +97,7 @@ def test_what_is_suggested_can_be_written(computer: str, name: str) -> None:
                 tried += check(name, overrides, facts, remedies)
                 continue
             allowed = functools.partial(may_be_planned, asked.config, facts=facts)
-            told = out_of_memory(MemoryError(), Phase.TRAIN, asked.config, plan, allowed)
+            told = out_of_memory(CUDA, Phase.TRAIN, asked.config, plan, allowed)
             tried += check(name, overrides, facts, told.problems[0].remedy)
     assert tried or computer in ("h200", "cpu")
 

@@ -21,23 +21,40 @@ DoesNotFitError where that does not fit either, another TrainerError where confi
 _RESOLUTIONS = (1024, 768, 512)
 _LENGTHS = (2048, 1024, 512)
 _BUDGET = "features.memory_budget"
+ALLOWED_ON_RESUME = frozenset(
+    {
+        "features.activation_checkpointing", "features.activation_budget", "features.block_swap",
+        "features.cuda_graphs", "features.memory_budget", "features.vae_tiling",
+    }
+)  # fmt: skip
+"""Keys of suggestions with which a run may go on; its checkpoint refuses every other one of them (FREE, TOLD
+and REFUSED of engine/records/fingerprint.py)."""
+START_AFRESH = "free memory, or start afresh in another output_dir"
+"""Advice to a run that goes on and does not fit with what it began with."""
 
 
-def sentence(fits: Sequence[Nearest]) -> str:
+def sentence(fits: Sequence[Nearest], *, goes_on: bool = False) -> str:
     """The changes that make the run fit, in one sentence, or that none of those tried does."""
     if fits:
         return "fits with " + ", or ".join(f"{changes_text(fit.changes)} ({fit.peak})" for fit in fits)
+    if goes_on:
+        return f"the run goes on, and its checkpoint refuses other weights, batches and sizes: {START_AFRESH}"
     return "no resolution or storage that was tried fits: use a machine with more memory"
 
 
-def nearest_fits(config: RunConfig, peak_of: PeakOf, budget: str = "") -> tuple[Nearest, ...]:
+def nearest_fits(
+    config: RunConfig, peak_of: PeakOf, budget: str = "", *, goes_on: bool = False
+) -> tuple[Nearest, ...]:
     """The changes that make the run fit, each of them by itself; none where none of those tried does.
 
-    `budget` is the least one that would do, where one was imposed. Single changes come first; where none is
-    enough, the same ones added up, without those that turn out not to be needed. What is refused for another
-    reason is in no sum, but may be where an earlier change of the sum takes the reason away.
+    `budget` is the least one that would do, where one was imposed. For a run that goes on, nothing is changed
+    that its checkpoint refuses. Single changes come first; where none is enough, the same ones added up,
+    without those that turn out not to be needed. What is refused for another reason is in no sum, but may be
+    where an earlier change of the sum takes the reason away.
     """
-    changes = tuple(_changes(config, budget))
+    changes = tuple(
+        (key, value) for key, value in _changes(config, budget) if key in ALLOWED_ON_RESUME or not goes_on
+    )
     fitting: dict[Change, Nearest] = {}
     for change in changes:
         if change == (_BUDGET, "auto") and (_BUDGET, budget) in fitting:
