@@ -139,6 +139,9 @@ def _probed_h200(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, one in PROBED.items():
         like = rows.get(name, rows["attention.cudnn" if name.startswith("attention") else "matmul.bf16"])
         rows[name] = {**like, "kernel": name, "milliseconds": one}
-    (folder / "facts.json").write_text(json.dumps({**facts, "verdicts": list(rows.values())}))
+    packages = {**facts["packages"], "flash-attn-4": "4.0"}
+    (folder / "facts.json").write_text(
+        json.dumps({**facts, "verdicts": list(rows.values()), "packages": packages})
+    )
     monkeypatch.setenv("TRAINER_FACTS", str(folder / "facts.json"))
     monkeypatch.setenv("TRAINER_PROFILE", "auto")

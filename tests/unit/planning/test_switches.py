@@ -45,7 +45,7 @@ def test_profiles_try_every_kernel_that_the_probe_measures_and_models_take() -> 
 
 @pytest.mark.parametrize("name", ["cudnn_strided", *PACKAGES])
 def test_any_kernel_can_be_the_fastest(config: Config, geometry: Geometry, name: str) -> None:
-    facts = measured(machine("h200"), **{"flash": 3.0, "cudnn": 2.0, name: 1.0})
+    facts = measured(with_packages("h200"), **{"flash": 3.0, "cudnn": 2.0, name: 1.0})
     found = plan(config(), facts, geometry)
     assert found.attention == name
     assert f"{name} 1.00 ms, cudnn 2.00 ms, flash 3.00 ms" in row(found, "attention").reason
@@ -56,19 +56,19 @@ def test_kernels_that_may_crash_are_not_taken_unseen(config: Config, geometry: G
     assert found.attention == "efficient"
     assert row(found, "attention").reason == (
         "first of the profile's order; not measured here; flash: crashed with SIGABRT;"
-        " cudnn, cudnn_strided, flash_attn_2, flash_attn_4: not measured here (`trainer probe CONFIG`);"
-        " flash_attn_3: is for compute capability 9.0, this is NVIDIA A100-SXM4-80GB (compute capability 8.0)"
+        " cudnn, cudnn_strided: not measured here (`trainer probe CONFIG`)"
     )
 
 
 def test_kernels_need_bf16_and_its_units_but_for_two(config: Config, geometry: Geometry) -> None:
     every = "flash, cudnn, cudnn_strided, flash_attn_2, flash_attn_3, flash_attn_4"
-    unseen = dataclasses.replace(machine("h200"), verdicts=())
+    unseen = dataclasses.replace(with_packages("h200"), verdicts=())
     fp32 = plan(config(model__dtype="fp32"), unseen, geometry)
     assert fp32.attention == "efficient"
     assert f"{every}: needs bf16, the run computes in fp32" in row(fp32, "attention").reason
     turing = plan(config(), with_gpu(small(80), capability=(7, 5)), geometry)
     assert turing.attention == "efficient"
+    every = "flash, cudnn, cudnn_strided"  # of packages that are not installed nothing is said
     assert f"{every}: needs compute capability 8.0" in row(turing, "attention").reason
 
 
@@ -91,17 +91,32 @@ def test_who_asks_for_a_package_that_is_missing_is_told_how_to_install_it(
     with pytest.raises(HardwareError, match="flash-attn-4 is not installed") as raised:
         plan(asked, machine("h200"), geometry)
     assert "pip install -c constraints.txt -e '.[flash-attn-4]'" in str(raised.value)
-    assert plan(asked, with_package("h200", "flash-attn-4"), geometry).attention == "flash_attn_4"
+    assert plan(asked, with_packages("h200"), geometry).attention == "flash_attn_4"
 
 
-def with_package(name: str, package: str) -> Facts:
+def with_packages(name: str) -> Facts:
+    """The machine with every package of attention kernels."""
+    packages = {KERNELS[kernel].package: "1.0" for kernel in PACKAGES}
     facts = machine(name)
-    return dataclasses.replace(facts, packages={**facts.packages, package: "1.0"})
+    return dataclasses.replace(facts, packages={**facts.packages, **packages})
+
+
+def test_what_is_installed_now_counts_and_not_what_a_probe_found(config: Config, geometry: Geometry) -> None:
+    """Who follows `install it` and starts again needs no probe, and a package may be gone since."""
+    asked, times = config(features__attention="flash_attn_4"), {"flash": 3.0, "flash_attn_4": 1.0}
+    before = with_missing(with_packages("h200"), "b1 h24 d128 n4608")
+    found = plan(asked, before, geometry)
+    assert found.attention == "flash_attn_4" and "not measured here" in row(found, "attention").reason
+    gone = measured(machine("h200"), **times)
+    assert plan(config(), gone, geometry).attention == "flash"
+    with pytest.raises(HardwareError, match="flash-attn-4 is not installed"):
+        plan(asked, gone, geometry)
+    assert plan(config(), measured(with_packages("h200"), **times), geometry).attention == "flash_attn_4"
 
 
 def test_the_third_flash_attn_is_for_hopper(config: Config, geometry: Geometry) -> None:
     asked = config(features__attention="flash_attn_3")
-    assert plan(asked, with_package("h200", "flash-attn-3"), geometry).attention == "flash_attn_3"
+    assert plan(asked, with_packages("h200"), geometry).attention == "flash_attn_3"
     with pytest.raises(HardwareError, match=r"flash_attn_3 cannot run here: is for compute capability 9\.0"):
         plan(asked, machine("rtx-4090"), geometry)
 

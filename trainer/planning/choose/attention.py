@@ -30,9 +30,10 @@ def attention(situation: Situation) -> Decision:
         how = "torch chooses the kernel itself" if asked == "native" else how
         return situation.decide(KEY, asked, "", written=f"as written; {how}")
     order = situation.profile.attention
-    measured = [(name, verdicts[name]) for name in order if name in verdicts]
-    failing = [(name, row.reason) for name, row in measured if not row.works and row.reason != NOT_INSTALLED]
-    skipped = [f"{name}: {reason}" for name, reason in failing]
+    measured = [
+        (name, verdicts[name]) for name in order if name in verdicts and _is_installed(situation, name)
+    ]
+    skipped = [f"{name}: {row.reason}" for name, row in measured if not row.works]
     works = [(name, row) for name, row in measured if row.works and not _obstacle(situation, name)]
     working = {name: row.milliseconds or 0.0 for name, row in works}
     if not working:
@@ -57,11 +58,8 @@ def cannot_run(situation: Situation) -> str:
 def not_installed(situation: Situation) -> str:
     """Message that the package of the written kernel is missing; empty where none is."""
     asked = situation.config.features.attention
-    kernel, seen = KERNELS.get(asked), _verdicts(situation).get(asked)
-    if kernel is None or not kernel.package:
-        return ""
-    absent = situation.lacks(kernel.package) if seen is None else seen.reason == NOT_INSTALLED
-    return f"{asked} cannot run here: {kernel.package} is not installed" if absent else ""
+    absent = "" if asked == "auto" else situation.lacks(KERNELS[asked].package)
+    return f"{asked} cannot run here: {absent} is not installed" if absent else ""
 
 
 def installed_by(situation: Situation) -> str:
@@ -71,13 +69,21 @@ def installed_by(situation: Situation) -> str:
 
 
 def _verdicts(situation: Situation) -> Mapping[str, KernelVerdict]:
-    """The probe's verdicts at the run's shape and in its type, by kernel."""
+    """The probe's verdicts at the run's shape and in its type, by kernel.
+
+    None on a package that was not installed then; whether it is installed now is a fact, not a verdict.
+    """
     at = situation.geometry.attention_shape_class, situation.dtype
     return {
         row.kernel.removeprefix("attention."): row
         for row in situation.facts.verdicts
-        if (row.shape_class, row.dtype) == at
+        if (row.shape_class, row.dtype) == at and row.reason != NOT_INSTALLED
     }
+
+
+def _is_installed(situation: Situation, name: str) -> bool:
+    """Whether the package of a kernel is there; True for a name that is no kernel's."""
+    return name not in KERNELS or not situation.lacks(KERNELS[name].package)
 
 
 def _unmeasured(situation: Situation, names: Sequence[str], skipped: Sequence[str]) -> Decision:
@@ -85,6 +91,8 @@ def _unmeasured(situation: Situation, names: Sequence[str], skipped: Sequence[st
     passed: dict[str, list[str]] = {}
     texts, best = [*skipped], ""
     for name in names:
+        if not KERNELS[name].safe and not _is_installed(situation, name):
+            continue
         unsafe = "" if KERNELS[name].safe else "not measured here (`trainer probe CONFIG`)"
         obstacle = _obstacle(situation, name) or unsafe
         if not obstacle:
