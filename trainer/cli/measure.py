@@ -105,8 +105,10 @@ def measure_links(loaded: Loaded, facts: Facts, *, anew: bool = False) -> Facts:
     Once for these GPUs, and with `anew` again. It needs no plan, because a plan may need it. GPUs on which
     other programs work are left alone, unless `anew` asks for those and there are no two others.
     """
-    config = loaded.config
-    alone = config.method != "lora" or config.parallel.gpus == 1 or planning.requested_profile() == "cpu"
+    asked = loaded.config.parallel.gpus
+    alone = asked == 1 or planning.requested_profile() == "cpu"
+    if loaded.config.method == "full":  # of its plan the way decides nothing: it tells the time of a step
+        alone = alone or asked == "auto" or loaded.hosts.several
     visible = digest_of_visible(environment.snapshot())
     for kind in () if alone or facts.torch is None or facts.torch.cuda is None else facts.kinds:
         places = tuple(place for place in kind if not facts.gpus[place].in_use)

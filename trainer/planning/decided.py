@@ -100,7 +100,15 @@ def decide(situation: Situation, *, swap: bool) -> Decided:
     gpu = situation.facts.gpu if situation.on_gpu else None
     verdicts = situation.facts.verdicts
     link = situation.facts.link if situation.on_gpu else None
-    speed = roofline.speed(gpu, verdicts, situation.geometry, kernel.value, situation.dtype, link=link)
+    speed = roofline.speed(
+        gpu,
+        verdicts,
+        situation.geometry,
+        kernel.value,
+        situation.dtype,
+        link=link,
+        way_known=not situation.hosts.several,
+    )
     compiling = switches.compiling(situation, fit.compile_gain(situation, speed), known=speed.known)
     swap = (
         swap and situation.config.features.block_swap == "auto" and not block_homes.swap_obstacle(situation)
@@ -231,7 +239,8 @@ def _rows(decided: Decided, split: Decision | None, keeping: Decision, disk: Dec
     yield from decided.variables.rows
     yield keeping
     parts = sum(roofline.usual_parts(chosen.storage, geometry, chosen.storage.attention))
-    yield batching.time_row(situation, decided.step_milliseconds, parts)
+    beside = spread.travel_counted(situation) if chosen.storage.in_rows else ""
+    yield batching.time_row(situation, decided.step_milliseconds, parts, beside)
     yield from batching.optimizer_rows(situation, decided.optimizer_milliseconds, chosen.storage)
     yield Decision("caching", gib(memory.total(chosen.cache)), "auto", chosen.cache_note)
     yield disk

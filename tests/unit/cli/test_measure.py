@@ -12,6 +12,7 @@ from tests.tiny import build_tiny
 from tests.unit.planning.conftest import machine
 from trainer.cli import main, measure
 from trainer.cli.options import Layers
+from trainer.config.hosts import Hosts
 from trainer.config.reading.load import Loaded
 from trainer.engine.probing import probe, reading
 from trainer.engine.probing.child import Measured
@@ -354,6 +355,16 @@ def test_the_command_measures_gpus_in_use_where_there_are_no_others(
     assert pair == []
     measure.measure_links(config(), facts, anew=True)
     assert pair == [["cuda:0", "cuda:1"]]
+
+
+def test_a_full_fine_tune_on_a_written_number_measures_the_way_for_its_time(
+    gpu: Machine, pair: list[Sequence[str]]
+) -> None:
+    asked = config("method=full", "parallel.gpus=2", "train.gradient_accumulation_steps=2")
+    assert measure.measure_links(asked, gpu.facts).link == dataclasses.replace(LINK, places=(0, 1))
+    hosts = Hosts(count=2, address="host0", source="TRAINER_NODES")
+    measure.measure_links(dataclasses.replace(asked, hosts=hosts), gpu.facts, anew=True)
+    assert len(pair) == 1, "the way between hosts is another one"
 
 
 @pytest.mark.parametrize("changes", [["parallel.gpus=1"], ["method=full"]])

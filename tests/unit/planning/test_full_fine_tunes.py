@@ -318,3 +318,14 @@ def test_a_batch_of_several_shapes_is_several_micro_batches() -> None:
     # adding: of 2.2 micro-batches 1.2 come after another
     several, one = (trained_time.adding_ms(chosen, of, 1.0) for of in (mixed, plain))
     assert one == 0.0 and several == pytest.approx(1.2 * 6 * 11.9e9, rel=0.01)
+
+
+def test_gradients_of_a_batch_are_added_once_whatever_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`adding_ms` is of the whole batch: counted for each of eight parts it was most of the step."""
+    assert H200 is not None
+    mixed = dataclasses.replace(full_size("flux1_dev"), usual_parts={"as they are": (1.0,) * 8})
+    found = Speed(rates=H200, attention="cudnn")
+    whole = roofline.milliseconds(full(), mixed, found)
+    added = trained_time.adding_ms(full(), mixed, 1e-9 / (H200.bandwidth * 0.8))
+    monkeypatch.setattr(trained_time, "adding_ms", lambda *_: 0.0)
+    assert whole - roofline.milliseconds(full(), mixed, found) == pytest.approx(added)

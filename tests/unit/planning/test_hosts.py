@@ -25,9 +25,11 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def planned(machine: str = "several/h200-x2", hosts: Hosts = TWO, **settings: object) -> Plan:
+def planned(
+    machine: str = "several/h200-x2", hosts: Hosts = TWO, config: str = "flux1_dev_lora", **settings: object
+) -> Plan:
     """The plan of FLUX.1-dev's LoRA, four images a step, where each host has such GPUs."""
-    loaded = load_shipped(Path("train_configs/flux1_dev_lora.yaml"))
+    loaded = load_shipped(Path(f"train_configs/{config}.yaml"))
     names = {name.replace("__", "."): value for name, value in settings.items()}
     loaded = dataclasses.replace(with_settings(loaded, names), hosts=hosts)
     return plan_run(loaded, read_recorded(MACHINES / f"{machine}.json"), find_model=lambda _: None)
@@ -95,3 +97,14 @@ def test_the_interface_is_that_of_the_route_and_nccl_speaks_last() -> None:
 def test_a_full_fine_tune_lies_in_rows_over_all_and_a_base_inside_a_host() -> None:
     shared = planned(parallel__shard="full")
     assert (shared.ranks, shared.shard_group) == (4, 2)
+
+
+def test_no_way_between_hosts_is_taken_for_that_between_gpus() -> None:
+    """What was measured between the GPUs of one host says nothing of the network."""
+    lora, alone = (rows(planned(hosts=hosts))["exchange"] for hosts in (TWO, Hosts()))
+    assert alone[1] == "auto (measured)" and " ms" in alone[2]
+    assert lora[1] == "auto" and " ms" not in lora[2] and "once they have met" in lora[2]
+    full = planned(config="flux1_dev_full", train__gradient_accumulation_steps=4, parallel__gpus=4)
+    assert full.in_rows
+    for name in ("exchange", "step_time"):
+        assert "no time is counted for what travels" in rows(full)[name][2]

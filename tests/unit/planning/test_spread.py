@@ -349,9 +349,9 @@ def test_a_full_fine_tune_over_four_gpus_has_a_quarter_of_its_rows_on_each(
     assert sizes[1]["gathered blocks"] == 2 * (2 * block + outside)
     assert "exchange" not in sizes[1]
     assert row(four, "shard").value == "rows over 4"
-    assert row(four, "exchange").reason.endswith(
-        "for both passes of 1 round, and sums of its gradients in fp32"
-    )
+    told = row(four, "exchange").reason
+    assert "for both passes of 1 round, and sums of its gradients in fp32; " in told
+    assert "guessed at 370 GB/s" in told and "guessed at 370 GB/s" in row(four, "step_time").reason
     assert row(four, "cuda_graphs").value == "off"
     alone = four.of_one_process
     assert (alone.ranks, alone.in_rows) == (1, False)
@@ -534,3 +534,28 @@ def test_the_exchange_is_told_with_its_bytes_and_its_measured_time(
     assert "in 2 rounds" in found.reason
     unmeasured = row(planned(shared(), geometry, several(0, 0)), "exchange")
     assert (unmeasured.value, unmeasured.source) == (found.value, "auto")
+
+
+def test_rows_of_weights_say_at_which_rate_they_travel(shared: Config, geometry: Geometry) -> None:
+    asked = shared(method="full", parallel__gpus=2)
+    for changes, rate in (
+        ({}, "168 GB/s, of the probe's exchange"),
+        ({"exchange_ms": 0.0}, "365 GB/s, of the probe's copies"),
+    ):
+        facts = linked(0, 0, **changes)
+        found = planned(asked, in_blocks(geometry), facts)
+        assert f"counted at {rate}" in row(found, "exchange").reason
+        assert f"counted at {rate}" in row(found, "step_time").reason
+
+
+def test_bytes_of_rows_in_fp8_are_those_that_the_time_is_of(shared: Config, geometry: Geometry) -> None:
+    plain, fp8 = (
+        row(
+            planned(shared(method="full", parallel__gpus=2, **asked), in_blocks(geometry), linked(0, 0)),
+            "exchange",
+        )
+        for asked in ({}, {"features__compute": "fp8"})
+    )
+    # half of the weights are in linears: a byte less of each, twice, of one of two GPUs' share in two rounds
+    less = 2 * 0.5 * 2 * GIB
+    assert float(plain.value.split()[0]) - float(fp8.value.split()[0]) == pytest.approx(less / GIB, abs=0.2)

@@ -37,9 +37,10 @@ _SEVERAL = 1.05
 _MIX = "with captions of 1 to 300 tokens, as many short as long by their logarithm; "
 
 
-def time_row(situation: Situation, milliseconds: float, parts: float) -> Decision:
+def time_row(situation: Situation, milliseconds: float, parts: float, beside: str = "") -> Decision:
     """The predicted time of a batch, which makes so many `parts`; where captions are not of one length, of a
-    usual mix of them. 0 milliseconds are those of a machine whose rates are not known.
+    usual mix of them. `beside` says how the time of weights on their way is counted. 0 milliseconds are those
+    of a machine whose rates are not known.
     """
     config, geometry = situation.config, situation.geometry
     value, reason = "unknown", f"the rates of {situation.gpu} are not known"
@@ -54,6 +55,7 @@ def time_row(situation: Situation, milliseconds: float, parts: float) -> Decisio
         whole = f"{micro_batches(config) * milliseconds / situation.ranks / 3.6e6:.1f} h {every}"
         mix = _MIX if geometry.captions_vary else ""
         value, reason = f"{milliseconds:.0f} ms", f"predicted, not measured: {of}; {mix}{whole}"
+        reason += f"; {beside}" if beside else ""
     return Decision("step_time", value, "prediction", reason)
 
 

@@ -15,7 +15,8 @@ from trainer.errors import ConfigError
 from trainer.machine.facts import EXCHANGED_BYTES, Gpu
 from trainer.planning.choose import batching, optimizers
 from trainer.planning.choose.situation import Situation
-from trainer.planning.cost.storage import Storage, parameters
+from trainer.planning.cost import roofline, trained_time
+from trainer.planning.cost.storage import Storage
 from trainer.planning.plan import Decision
 from trainer.ways.storages import VALUE_BYTES
 from trainer.words.sizes import GIB, gib
@@ -173,8 +174,10 @@ def exchange_row(situation: Situation, storage: Storage) -> Decision | None:
         return _rows_exchanged(situation, storage)
     rounds, others = situation.config.train.gradient_accumulation_steps // ranks, (ranks - 1) / ranks
     size = others * count * (rounds * storage.value_bytes + VALUE_BYTES["fp32"])
-    link = situation.facts.link if situation.on_gpu else None
+    link = situation.facts.link if situation.on_gpu and not situation.hosts.several else None
     source, took = "auto", ""
+    if situation.hosts.several:
+        took = "; the way between hosts is measured once they have met"
     if link is not None and link.exchange_ms:
         # the probe exchanged as many bytes in two, and as sums of twice as many
         took = f", in about {link.exchange_ms * size / (others * 3 * EXCHANGED_BYTES):.1f} ms"
@@ -186,12 +189,28 @@ def exchange_row(situation: Situation, storage: Storage) -> Decision | None:
 
 def _rows_exchanged(situation: Situation, storage: Storage) -> Decision:
     """The row of what travels of weights in rows."""
-    ranks, count = situation.ranks, parameters(situation.geometry, "trained")
-    rounds, others = situation.config.train.gradient_accumulation_steps // ranks, (ranks - 1) / ranks
-    size = rounds * others * count * (2 * storage.value_bytes + VALUE_BYTES["fp32"])
+    rounds = situation.config.train.gradient_accumulation_steps // situation.ranks
+    size = rounds * trained_time.travelling_bytes(storage, situation.geometry)
     times = f"{rounds} round{'' if rounds == 1 else 's'}"
     reason = f"each receives weights for both passes of {times}, and sums of its gradients in fp32"
+    reason = "; ".join(filter(None, (reason, travel_counted(situation))))
     return Decision("exchange", f"{gib(int(size))} a step", "auto", reason)
+
+
+def travel_counted(situation: Situation) -> str:
+    """The rate that predicted times count for weights in rows on their way, in words, and where it is from;
+    empty on a CPU, of which no time is predicted.
+    """
+    if not situation.on_gpu:
+        return ""
+    if situation.hosts.several:
+        return "no time is counted for what travels: the way between hosts is not known"
+    link, guess = situation.facts.link, f"{roofline.PEER_COPY_BYTES / 1e9:.0f} GB/s"
+    exchanged, copied = roofline.exchange_bytes(link), link.gib_per_second * GIB if link is not None else 0.0
+    if not exchanged and not copied:
+        return f"what travels is guessed at {guess}, as over two H200's NVLink: no rate was measured here"
+    rate, by = (exchanged, "exchange") if exchanged else (copied, "copies")
+    return f"what travels is counted at {rate / 1e9:.0f} GB/s, of the probe's {by}"
 
 
 def _use(spread: Spread, *, short: bool) -> str:

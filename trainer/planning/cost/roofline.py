@@ -74,7 +74,7 @@ _FORWARD_POINTWISE = 0.35
 """Share of the pointwise work that is forward."""
 _HOST_COPY_BYTES = 20e9
 """Copies from pinned host memory, in bytes a second: assumed for PCIe 4.0 with 16 lanes, not measured."""
-_PEER_COPY_BYTES = 370e9
+PEER_COPY_BYTES = 370e9
 """Copies from another GPU's memory over NVLink, in bytes a second, measured on two H200."""
 _SHOWN_OF_GATHERING = 1.17
 """Time that gathering weights in rows and summing their gradients adds to a micro-batch, as a share of what
@@ -118,6 +118,8 @@ class Speed:
     """Bytes a second from another GPU's memory, where the probe measured it."""
     exchange_bytes: float = 0.0
     """Bytes a second that a rank receives from NCCL, where the probe measured it."""
+    way_known: bool = True
+    """False where processes are on several hosts, of whose way nothing is known: its time is not counted."""
     matmul: Mapping[str, float] = field(default_factory=dict)
     """Time of a frozen linear layer by its kind, as a share of bf16's, where the probe measured it."""
 
@@ -130,11 +132,12 @@ def speed(
     dtype: str = "bf16",
     *,
     link: LinkVerdict | None = None,
+    way_known: bool = True,
 ) -> Speed:
     """The rates of a GPU, or generic ones that put settings in order, and the verdicts that count here.
 
     Those on attention are of the run's type; those on linear layers are all measured in bf16. `link` is the
-    verdict on the way between the run's GPUs.
+    verdict on the way between the run's GPUs of one host, and `way_known` is False where there are several.
     """
     counting = {(geometry.attention_shape_class, dtype), (geometry.matmul_shape_class, "bf16")}
     found = {
@@ -149,7 +152,8 @@ def speed(
         attention=attention,
         attention_ms=found.get(f"attention.{attention}"),
         peer_bytes=link.gib_per_second * GIB if link is not None else 0.0,
-        exchange_bytes=_exchanged(link),
+        exchange_bytes=exchange_bytes(link) if way_known else 0.0,
+        way_known=way_known,
         matmul={
             way.weights: ms / base
             for way in WAYS.values()
@@ -158,8 +162,8 @@ def speed(
     )
 
 
-def _exchanged(link: LinkVerdict | None) -> float:
-    """Bytes a second of an exchange: the probe's are gradients, and sums of twice as many bytes."""
+def exchange_bytes(link: LinkVerdict | None) -> float:
+    """Bytes a second of an exchange: the probe's are gradients, and sums of twice as many bytes; 0 unmeasured."""
     if link is None or not link.exchange_ms:
         return 0.0
     return (link.gpus - 1) / link.gpus * 3 * EXCHANGED_BYTES / link.exchange_ms * 1e3
@@ -167,7 +171,7 @@ def _exchanged(link: LinkVerdict | None) -> float:
 
 def milliseconds(storage: Storage, geometry: Geometry, speed: Speed) -> float:
     """A batch, forward and backward, in the micro-batches that its samples' shapes usually make, and where
-    whole weights train its share of the optimizer's step.
+    whole weights train the time of adding up its gradients and its share of the optimizer's step.
 
     A frozen base has the gradient of the input only, so backward costs as much as forward; a trained one
     twice that. Recomputing adds forward's share.
@@ -177,7 +181,8 @@ def milliseconds(storage: Storage, geometry: Geometry, speed: Speed) -> float:
         count * _part_ms(storage, geometry, speed, samples / len(parts))
         for samples, count in enumerate(parts, 1)
     )
-    return passes + optimizer_ms(storage, geometry, speed) / storage.rounds
+    adding = trained_time.adding_ms(storage, geometry, 1e-9 / (speed.rates.bandwidth * _BANDWIDTH_SHARE))
+    return passes + adding + optimizer_ms(storage, geometry, speed) / storage.rounds
 
 
 def optimizer_ms(storage: Storage, geometry: Geometry, speed: Speed) -> float:
@@ -216,8 +221,7 @@ def _part_ms(storage: Storage, geometry: Geometry, speed: Speed, share: float) -
         each = _HOST_PRODUCT_MS + (0.0 if way.trains else _HOST_PACKED_MS)
         host = geometry.products * each + geometry.lora_layers * _HOST_ADAPTER_MS
         computing = max(computing, pointwise * host)
-    adding = trained_time.adding_ms(storage, geometry, move_ms)
-    return computing + adding + _copying_ms(storage, geometry, speed, computing)
+    return computing + _copying_ms(storage, geometry, speed, computing)
 
 
 def _head_and_trained_ms(storage: Storage, geometry: Geometry, speed: Speed, forwards: float) -> float:
@@ -264,15 +268,17 @@ def _peer_ms(storage: Storage, geometry: Geometry, speed: Speed, computing_ms: f
     its own where it takes longer than the work.
     """
     read = sum(read_bytes(storage, geometry)) * (storage.group - 1) / storage.group
-    copies = read / (speed.peer_bytes or _PEER_COPY_BYTES) * 1e3
+    copies = read / (speed.peer_bytes or PEER_COPY_BYTES) * 1e3
     # the work beside them is that of as many blocks
     beside = computing_ms * storage.sharded / max(1, geometry.blocks)
     return _SLOWED_BY_COPIES * copies + max(0.0, copies - beside)
 
 
 def _rows_ms(storage: Storage, geometry: Geometry, speed: Speed) -> float:
-    """Time that gathering weights and sums of gradients adds to a micro-batch."""
-    rate = speed.exchange_bytes or speed.peer_bytes or _PEER_COPY_BYTES
+    """Time that gathering weights and sums of gradients adds to a micro-batch; 0 where no way is known."""
+    if not speed.way_known:
+        return 0.0
+    rate = speed.exchange_bytes or speed.peer_bytes or PEER_COPY_BYTES
     return _SHOWN_OF_GATHERING * trained_time.travelling_bytes(storage, geometry) / rate * 1e3
 
 
