@@ -165,6 +165,23 @@ def test_idle_gpus_are_told_with_what_would_use_them(config: Config, geometry: G
 
 
 @pytest.mark.parametrize(
+    ("batch", "gpus", "advised"), [((2, 1), 8, (4, 8)), ((2, 1), 3, (3, 6)), ((4, 3), 8, (4, 16))]
+)
+def test_the_step_that_would_use_idle_gpus_is_told_as_it_may_be_written(
+    config: Config, geometry: Geometry, batch: tuple[int, int], gpus: int, advised: tuple[int, int]
+) -> None:
+    """Beside the batch that the user wrote, not the smaller one into which the plan parted it."""
+    size, steps = batch
+    asked = config(train__train_batch_size=size, train__gradient_accumulation_steps=steps)
+    written, samples = advised
+    told = row(planned(asked, geometry, several(*(0,) * gpus)), "gpus").reason
+    assert f"accumulation_steps: {written} makes a step of {samples} on {gpus} GPUs" in told
+    follows = config(train__train_batch_size=size, train__gradient_accumulation_steps=written)
+    found = planned(follows, geometry, several(*(0,) * gpus))
+    assert (found.ranks, found.micro_batch_size * found.accumulation_steps) == (gpus, samples)
+
+
+@pytest.mark.parametrize(
     ("kinds", "words"),
     [
         ((0, 0), "4 GPUs are asked for, visible are 2 NVIDIA H200"),

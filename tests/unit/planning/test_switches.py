@@ -177,6 +177,17 @@ def test_geometry_says_which_family_packs_rows(config: Config, family: str) -> N
     assert found.packed == (get(family).packed_by is not None)
 
 
+def test_each_gpu_gains_by_the_micro_batches_that_it_makes(config: Config, geometry: Geometry) -> None:
+    """Compiling takes as long on eight as on one, and each has an eighth of the run's micro-batches."""
+    facts = dataclasses.replace(machine("h200"), gpus=machine("h200").gpus * 8)
+    steps = {"train__gradient_accumulation_steps": 8, "train__max_train_steps": 150}
+    one, eight = (config(**steps, parallel__gpus=count) for count in (1, 8))
+    sized = {"geometry_of": lambda changed, dtype: geometry}
+    rows = [row(plan(asked, facts, geometry, **sized), "compile") for asked in (one, eight)]
+    assert [found.value for found in rows] == ["on", "off"]
+    assert rows[1].reason.startswith("1 200 micro-batches on 8 GPUs would gain ")
+
+
 def test_nf4_blocks_are_compiled_like_others(config: Config, geometry: Geometry) -> None:
     facts = small_with_nf4(80)
     found = plan(config(features__weights="nf4"), facts, geometry)

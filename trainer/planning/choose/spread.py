@@ -6,6 +6,7 @@ whatever it is, and nothing is multiplied by it. All GPUs of a run are of one ki
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,8 @@ class Spread:
     """Whether these GPUs have more memory than any other that is visible."""
     split: Decision | None
     """The row of a step's samples, where they are parted for it."""
+    asked: RunConfig
+    """The configuration with the micro-batches that the user wrote."""
 
     @property
     def automatic(self) -> bool:
@@ -116,6 +119,7 @@ def _spread(situation: Situation, row: Decision, kind: int, count: int, chosen: 
         alike=len(gpus) if on_gpu else 0,
         largest=own > others,
         split=split,
+        asked=situation.config,
     )
 
 
@@ -214,26 +218,36 @@ def travel_counted(situation: Situation) -> str:
 
 
 def _use(spread: Spread, *, short: bool) -> str:
-    """The share of each process, or what would make more of these GPUs useful, unless memory is `short`."""
+    """The share of each process, or what would make more of these GPUs useful, unless memory is `short` or the
+    run goes on, whose checkpoint refuses another step.
+    """
     situation, count, train = spread.situation, spread.situation.ranks, spread.situation.config.train
-    is_lora = situation.config.method == "lora"
+    is_lora, fixed = situation.config.method == "lora", short or situation.goes_on
     if count == 1 and spread.automatic and situation.config.method == "full":
         why = unshared_weights(situation, 2) or f"with {KEY}: N as many share a step's micro-batches"
         return f"the fewest on which a full fine-tune fits: {why}"
     if not spread.automatic and count == 1:
         return "as written"
     all_alike = spread.alike * situation.hosts.count
-    if situation.on_gpu and count < all_alike and spread.automatic and not short and is_lora:
-        size, alike = train.gradient_accumulation_steps * train.train_batch_size, all_alike
-        more = -(-size // alike) * alike // train.train_batch_size
-        return (
-            f"a step has {size} sample{'' if size == 1 else 's'}: train.gradient_accumulation_steps: {more}"
-            f" makes a step of {more * train.train_batch_size} on {alike} GPUs, which takes about as long"
-        )
+    if situation.on_gpu and count < all_alike and spread.automatic and not fixed and is_lora:
+        return _larger_step(spread, all_alike)
     if count == 1:
         return ""
     each = train.gradient_accumulation_steps // count
     return f"each takes {each} of a step's {each * count} micro-batches; batch and rate are the whole run's"
+
+
+def _larger_step(spread: Spread, alike: int) -> str:
+    """The step that so many GPUs share, as it may be written into the user's configuration."""
+    batch, count = spread.asked.train.train_batch_size, spread.situation.ranks
+    size = spread.asked.train.gradient_accumulation_steps * batch
+    least = math.lcm(batch, alike)
+    larger = -(-size // least) * least
+    text = (
+        f"a step has {size} sample{'' if size == 1 else 's'}: train.gradient_accumulation_steps:"
+        f" {larger // batch} makes a step of {larger} on {alike} GPUs"
+    )
+    return f"{text}, which takes about as long" if larger * count <= size * alike else text
 
 
 def _place(spread: Spread) -> str:

@@ -37,8 +37,8 @@ def no_tf32(situation: Situation) -> str:
 
 
 def compiling(situation: Situation, gain_milliseconds: float, *, known: bool) -> Decision:
-    """Decision on compiling blocks, by the predicted gain of a micro-batch, if the GPU's rates are
-    `known`; `auto` never does on a CPU.
+    """Decision on compiling blocks, by the predicted gain of a micro-batch, of which each GPU makes its share,
+    if the GPU's rates are `known`; `auto` never does on a CPU.
     """
     features = situation.config.features
     if features.compile != "auto" or compile_key(situation):
@@ -48,11 +48,12 @@ def compiling(situation: Situation, gain_milliseconds: float, *, known: bool) ->
     obstacle = compile_obstacle(situation)
     if obstacle:
         return situation.decide(COMPILE, "off", obstacle)
-    number = batching.micro_batches(situation.config)
-    seconds = gain_milliseconds * number / 1000
+    number, ranks = batching.micro_batches(situation.config), situation.ranks
+    seconds = gain_milliseconds * number / ranks / 1000
     how = "predicted" if known else "guessed: this GPU's rates are not known"
     what = "micro-batches" if situation.config.train.train_batch_size == 1 else "batches"
-    gain = f"{_whole(number)} {what} would gain {_whole(seconds)} s ({how})"
+    shared = f" on {ranks} GPUs" if ranks > 1 else ""
+    gain = f"{_whole(number)} {what}{shared} would gain {_whole(seconds)} s ({how})"
     reason = f"{gain}, compiling costs about {COMPILE_SECONDS} s"
     return situation.decide(COMPILE, on_off(seconds >= COMPILE_SECONDS), reason)
 
