@@ -203,7 +203,7 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
             if plan.in_rows and isinstance(error, RuntimeError) and is_lost_connection(error):
                 raise PeerLostError(str(error)) from error
             raise
-        allowed = functools.partial(may_be_planned, config)
+        allowed = functools.partial(may_be_planned, config, hosts=spec.machines)
         raise out_of_memory(error, status.phase, config, plan, allowed) from error
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from trainer.config.hosts import Hosts
 from trainer.files import atomic
 from trainer.telemetry.status import rank_folder
 
@@ -60,6 +61,11 @@ class Spec(Job):
     port: int = 0
     supervisor_pid: int | None = None
     """The process that watches; the job ends when it is gone."""
+
+    @property
+    def machines(self) -> Hosts:
+        """The hosts of the job, and which of them this one is."""
+        return Hosts(count=self.hosts, number=self.host, address=self.master, port=self.port)
 
     @property
     def came_file(self) -> Path:

@@ -16,8 +16,11 @@ from trainer.planning.shapes.adapters import needs_whole_base
 from trainer.telemetry.status import Phase
 from trainer.words.sizes import GIB
 
+_OF_HOST = "DefaultCPUAllocator"
 # CUDA's allocator, the CPU's, and cuBLAS: torch has a class of its own for the first only
-_ALLOCATION_FAILED = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+_ALLOCATION_FAILED = ("out of memory", _OF_HOST, "CUBLAS_STATUS_ALLOC_FAILED")
+
+_FREE_HOST = "end what else takes memory of this machine"
 
 Allowed = Callable[[Mapping[str, Any]], bool]
 """True if the run loads and is planned with these values, by dotted key."""
@@ -25,11 +28,22 @@ Allowed = Callable[[Mapping[str, Any]], bool]
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """True if an allocation failed, also where it made the end of a CUDA graph's capture fail."""
+    return any(
+        isinstance(one, MemoryError) or any(text in str(one) for text in _ALLOCATION_FAILED)
+        for one in _chain(error)
+    )
+
+
+def _is_of_host(error: BaseException) -> bool:
+    """True if host memory is what an allocation did not get."""
+    return any(isinstance(one, MemoryError) or _OF_HOST in str(one) for one in _chain(error))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error with those that it came from."""
     while error is not None:
-        if isinstance(error, MemoryError) or any(text in str(error) for text in _ALLOCATION_FAILED):
-            return True
+        yield error
         error = error.__cause__ or error.__context__
-    return False
 
 
 def out_of_memory(
@@ -37,9 +51,15 @@ def out_of_memory(
 ) -> OutOfMemoryError:
     """The error to end with, for an allocation that failed in `phase`; it advises only what is `allowed`, and
     to a run that has a checkpoint nothing that this refuses.
+
+    Of a GPU that has memory of its own host memory is told apart, with what takes less of that.
     """
-    predicted, changes = "", _changes(phase, config, plan)
-    if plan.device != "cpu":
+    what, predicted, changes = "memory", "", _changes(phase, config, plan)
+    of_host = plan.device == "cuda" and plan.pin_memory and _is_of_host(error)
+    if of_host:
+        what, needed = "host memory", memory.total(plan.host_memory) / GIB
+        predicted, changes = f"; {needed:.1f} GiB of it were predicted", _host_changes(plan)
+    elif plan.device != "cpu":
         rows = plan.cache_memory if phase is Phase.CACHE else plan.train_memory
         needed = memory.total(rows) / GIB
         predicted = f"; {needed:.1f} GiB were predicted, {plan.budget_bytes / GIB:.1f} are the budget"
@@ -51,12 +71,23 @@ def out_of_memory(
             fitting = (setting(key, value) for value in values if allowed({key: value}))
             settings += itertools.islice(fitting, 1)
     others = [START_AFRESH] if goes_on else list(_smaller(phase, config, plan))
-    use = "use " if settings or not goes_on else ""
+    others = [_FREE_HOST] if of_host else others
+    use = "use " if settings or not (goes_on or of_host) else ""
     return OutOfMemoryError(
-        f"memory ran out{predicted} ({said})",
+        f"{what} ran out{predicted} ({said})",
         where=f"phase {phase or Phase.LOAD}",
         remedy=f"{use}{', or '.join((*settings, *others))}; what was saved stays",
     )
+
+
+def _host_changes(plan: Plan) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The same of what takes less host memory."""
+    if plan.keep_bytes:
+        yield "data.cache_in_memory", (False,)
+    if plan.swapped_blocks:
+        yield "features.block_swap", (plan.swapped_blocks // 2,)
+    fewer = range(plan.ranks_here - 1, 0, -1)
+    yield "parallel.gpus", tuple(plan.hosts * here for here in fewer)
 
 
 def _smaller(phase: Phase | None, config: RunConfig, plan: Plan) -> Iterator[str]:

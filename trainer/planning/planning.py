@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer import families
 from trainer.config import environment
-from trainer.config.hosts import Hosts
+from trainer.config.hosts import ONE, Hosts
 from trainer.config.reading.load import Loaded, with_settings
 from trainer.config.schema import FeaturesSection, RunConfig, changed
 from trainer.errors import ConfigError, HardwareError, TrainerError
@@ -27,6 +27,7 @@ from trainer.planning.base_check import base_rows, check_base
 from trainer.planning.choose.block_homes import NO_OFFLOAD
 from trainer.planning.choose.loading import disk_of
 from trainer.planning.choose.situation import GeometryOf, Situation
+from trainer.planning.kept_decisions import continued
 from trainer.planning.plan import Decision, Plan
 from trainer.planning.resolve import resolve
 from trainer.planning.rules import judge
@@ -257,8 +258,11 @@ def prepare_base(loaded: Loaded) -> None:
     prepare(loaded.config, families.components(family), trained=family.trained_component)
 
 
-def may_be_planned(config: RunConfig, values: Mapping[str, Any], facts: Facts | None = None) -> bool:
-    """True if the run loads with other values by dotted key and has a plan on this machine.
+def may_be_planned(
+    config: RunConfig, values: Mapping[str, Any], facts: Facts | None = None, *, hosts: Hosts = ONE
+) -> bool:
+    """True if the run loads with other values by dotted key and has a plan on this machine, or on as many
+    `hosts`, as its next start would make it: with what it keeps of a first one.
 
     Asked from the run itself: memory counts as available, which the run's own end will make so.
     """
@@ -268,7 +272,8 @@ def may_be_planned(config: RunConfig, values: Mapping[str, Any], facts: Facts | 
     try:
         facts = facts or machine_facts()
         memory = dataclasses.replace(facts.memory, available_bytes=facts.memory.total_bytes)
-        changed = with_settings(Loaded(config=config, sources=sources), values)
+        asked = with_settings(Loaded(config=config, sources=sources, hosts=hosts), values)
+        changed = continued(asked)
         plan_run(changed, dataclasses.replace(facts.idle(), memory=memory), requested_profile())
     except TrainerError:
         return False

@@ -10,10 +10,12 @@ import pytest
 from tests.golden.plans import MACHINES, ROOT, load_shipped
 from trainer.config.hosts import Hosts
 from trainer.config.reading.load import with_settings
+from trainer.engine.spec import Spec
 from trainer.errors import ConfigError, HardwareError
+from trainer.files import codec
 from trainer.machine.reading import read_recorded
 from trainer.planning.plan import Plan
-from trainer.planning.planning import plan_run
+from trainer.planning.planning import may_be_planned, plan_run
 
 TWO = Hosts(count=2, address="127.0.0.1", source="TRAINER_NODES", master_source="TRAINER_MASTER")
 
@@ -108,3 +110,39 @@ def test_no_way_between_hosts_is_taken_for_that_between_gpus() -> None:
     assert full.in_rows
     for name in ("exchange", "step_time"):
         assert "no time is counted for what travels" in rows(full)[name][2]
+
+
+def test_a_run_over_hosts_has_advice_where_memory_runs_out(tmp_path: Path) -> None:
+    """Planned as if this host were alone, four GPUs are more than it has, and all advice is refused."""
+    settings = {"train.gradient_accumulation_steps": 4, "parallel.gpus": 4, "output_dir": tmp_path}
+    loaded = with_settings(load_shipped(Path("train_configs/flux1_dev_lora.yaml")), settings)
+    facts = read_recorded(MACHINES / "several/h200-x2.json")
+    job = Spec(
+        mode="train",
+        config={},
+        plan_text="",
+        runtime_dir="",
+        cache_dir="",
+        meeting_place="",
+        hosts=2,
+        master="host0",
+    )
+    wanted = {"features.activation_checkpointing": True}
+    assert may_be_planned(loaded.config, wanted, facts, hosts=job.machines)
+    assert not may_be_planned(loaded.config, wanted, facts)
+
+
+def test_advice_is_tried_with_what_the_run_keeps(tmp_path: Path) -> None:
+    """The next start takes the weights of the first, with which the smaller budget has to do."""
+    loaded = with_settings(
+        load_shipped(Path("train_configs/flux1_dev_lora.yaml")),
+        {"output_dir": tmp_path, "features.block_swap": 0},
+    )
+    facts, smaller = read_recorded(MACHINES / "h200.json"), {"features.memory_budget": "12GiB"}
+    assert may_be_planned(loaded.config, smaller, facts)
+    (tmp_path / "checkpoints/step-000010").mkdir(parents=True)
+    began = plan_run(loaded, facts, find_model=lambda _: None)
+    (tmp_path / "plan.json").write_text(
+        codec.to_json(dataclasses.replace(began, weights="bf16", compute="bf16"))
+    )
+    assert not may_be_planned(loaded.config, smaller, facts)

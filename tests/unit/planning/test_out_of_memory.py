@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -42,6 +43,29 @@ def test_only_what_the_run_does_not_do_is_advised(config: Make) -> None:
     assert "features.memory_budget: 22.8GiB" in tight
     for done in ("cuda_graphs", "activation_checkpointing", "features.weights", "train_batch_size"):
         assert done not in tight
+
+
+CPU = RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
+    " allocate 283115520 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize("error", [CPU, MemoryError()])
+def test_host_memory_is_told_apart_from_the_gpus(config: Make, error: BaseException) -> None:
+    made = of(config, "flux1_dev")
+    plan = planned(made)
+    needed = memory.total(plan.host_memory) / 1024**3
+    text = str(out_of_memory(error, Phase.TRAIN, made, plan, lambda values: True))
+    assert f"host memory ran out; {needed:.1f} GiB of it were predicted (" in text
+    assert "use data.cache_in_memory: false, or end what else takes memory of this machine; what" in text
+    waiting = dataclasses.replace(plan, keep_bytes=0, swapped_blocks=8, ranks=4, devices=(0, 1), hosts=2)
+    text = str(out_of_memory(error, Phase.TRAIN, made, waiting, lambda values: True))
+    assert "use features.block_swap: 4, or parallel.gpus: 2, or end what else" in text
+    # where the GPU's memory is the host's, what takes less of one takes less of the other
+    shared = dataclasses.replace(plan, pin_memory=False)
+    text = str(out_of_memory(error, Phase.TRAIN, made, shared, lambda values: True))
+    assert "host memory" not in text and "features.activation_checkpointing: true" in text
 
 
 @pytest.mark.parametrize("phase", [Phase.CACHE, Phase.TRAIN])

@@ -218,8 +218,8 @@ def travel_counted(situation: Situation) -> str:
 
 
 def _use(spread: Spread, *, short: bool) -> str:
-    """The share of each process, or what would make more of these GPUs useful, unless memory is `short` or the
-    run goes on, whose checkpoint refuses another step.
+    """The share of each process, or what would make more of these GPUs useful, unless memory is `short`, or
+    the run goes on, whose checkpoint refuses another step.
     """
     situation, count, train = spread.situation, spread.situation.ranks, spread.situation.config.train
     is_lora, fixed = situation.config.method == "lora", short or situation.goes_on

@@ -25,6 +25,7 @@ ALLOWED_ON_RESUME = frozenset(
     {
         "features.activation_checkpointing", "features.activation_budget", "features.block_swap",
         "features.cuda_graphs", "features.memory_budget", "features.vae_tiling",
+        "data.cache_in_memory", "parallel.gpus",
     }
 )  # fmt: skip
 """Keys of suggestions with which a run may go on; its checkpoint refuses every other one of them (FREE, TOLD

@@ -37,8 +37,8 @@ def no_tf32(situation: Situation) -> str:
 
 
 def compiling(situation: Situation, gain_milliseconds: float, *, known: bool) -> Decision:
-    """Decision on compiling blocks, by the predicted gain of a micro-batch, of which each GPU makes its share,
-    if the GPU's rates are `known`; `auto` never does on a CPU.
+    """Decision on compiling blocks, by the predicted gain of a micro-batch, if the GPU's rates are `known`;
+    each GPU makes its share of them. `auto` never does on a CPU.
     """
     features = situation.config.features
     if features.compile != "auto" or compile_key(situation):

@@ -163,7 +163,7 @@ def speed(
 
 
 def exchange_bytes(link: LinkVerdict | None) -> float:
-    """Bytes a second of an exchange: the probe's are gradients, and sums of twice as many bytes. 0: not known."""
+    """Bytes a second of an exchange, 0 unmeasured: the probe's are gradients, and sums of twice as many."""
     if link is None or not link.exchange_ms:
         return 0.0
     return (link.gpus - 1) / link.gpus * 3 * EXCHANGED_BYTES / link.exchange_ms * 1e3
