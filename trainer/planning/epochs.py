@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from trainer.config.schema import DataSet, RunConfig, changed
 from trainer.data.conversations.dataset_info import read_entry
 from trainer.data.conversations.files import read_rows
 from trainer.errors import TrainerError
-from trainer.planning.shapes.set_look import samples
+from trainer.planning.shapes.set_look import cut, samples
 
 BYTES_A_TOKEN = 4.0
 """Bytes of JSON that become one token, about; of English."""
@@ -37,7 +38,9 @@ class Counted:
     in_epoch: int
     """Samples trained on in one epoch: each `repeats` times, and each of its views."""
     exact: bool = True
-    """Whether `in_epoch` is the run's: not where some are held out of sets that are repeated unequally."""
+    """Whether `in_epoch` is the run's: not where some are held out of sets that are repeated unequally, nor
+    where it is not known whether pictures are cut (`data.sets.random_crop`).
+    """
     tokens: float = 0.0
     """Tokens of an epoch of conversations, about; 0 for pictures."""
 
@@ -81,13 +84,30 @@ def count(config: RunConfig) -> Counted | None:
         return None
     images = [len(every) for every in listed]
     held_out = min(config.validation.held_out, sum(images))
-    longer = math.lcm(*(max(1, one.random_crop) * (2 if one.flip else 1) for one in sets))
+    views, views_known = _views(config)
+    longer = math.lcm(*views)
     epoch = longer * sum(one.repeats * number for one, number in zip(sets, images, strict=True))
     left = _trained_share(epoch, held_out, sum(images))
     if left < 1:
         return None
-    exact = not held_out or len({one.repeats for one in sets}) == 1
+    exact = views_known and (not held_out or len({one.repeats for one in sets}) == 1)
     return Counted(samples=sum(images), held_out=held_out, in_epoch=left, exact=exact)
+
+
+def _views(config: RunConfig) -> tuple[list[int], bool]:
+    """Views of the picture of each set that has most of them, and whether these are known: a picture of its
+    bucket's shape is not cut, and has one place.
+    """
+    sets, family = config.data.sets, families.get(config.family)
+    looked: Sequence[bool | None] = (True,) * len(sets)
+    if any(one.random_crop > 1 for one in sets):
+        looked = cut(sets, family, config.data.resolution)
+    views = [
+        (2 if one.flip else 1) * (1 if some is False else max(1, one.random_crop))
+        for one, some in zip(sets, looked, strict=True)
+    ]
+    known = all(one.random_crop <= 1 or some is not None for one, some in zip(sets, looked, strict=True))
+    return views, known
 
 
 def _trained_share(epoch: int, held_out: int, samples: int) -> int:

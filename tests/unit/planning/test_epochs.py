@@ -6,15 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.unit.planning.conftest import machine
 from tests.unit.planning.test_keeping import pictures, with_sets
 from tests.unit.planning.test_resolve import Config, plan, row
 from trainer.config.reading.load import Loaded
 from trainer.config.schema import DataSet, RunConfig, changed
+from trainer.data.pictures.variants import with_variants
 from trainer.data.sampler import Sampler
+from trainer.data.sets.scan import scan_images
 from trainer.planning.data_rows import with_data
-from trainer.planning.epochs import with_epochs
+from trainer.planning.epochs import count, with_epochs
 from trainer.planning.shapes.geometry import Geometry
 
 
@@ -80,6 +83,36 @@ def test_held_out_pictures_leave_an_epoch_as_often_as_they_are_repeated(
     )
     # 18 pictures are trained on, 10 times each
     assert of_epochs(asked, 2).train.max_train_steps == 360
+
+
+@pytest.mark.parametrize("sizes", [[(64, 64)] * 3, [(64, 64), (64, 64), (90, 64)], [(90, 64)] * 2])
+def test_a_picture_of_its_buckets_shape_has_one_view_as_in_the_run(
+    config: Config, tmp_path: Path, sizes: list[tuple[int, int]]
+) -> None:
+    """Four random cuts of a square that fills a square bucket are one and the same."""
+    (tmp_path / "a").mkdir()
+    for number, size in enumerate(sizes):
+        Image.new("RGB", size).save(tmp_path / "a" / f"{number}.png")
+        (tmp_path / "a" / f"{number}.txt").write_text("x")
+    sets = (DataSet(img_dir=tmp_path / "a", random_crop=4, flip=True),)
+    scan = scan_images(sets, resolution=64, multiple=16, trigger_word=None, controls=(0, 0))
+    trained = sum(one.repeats for one in with_variants(scan.records, sets))
+    asked = with_sets(config(data__resolution=64), *sets)
+    found = count(asked)
+    assert found is not None and (found.in_epoch, found.exact) == (trained, True)
+    assert of_epochs(asked, 1).train.max_train_steps == trained
+
+
+def test_views_of_pictures_that_nobody_has_looked_at_are_told_about(config: Config, tmp_path: Path) -> None:
+    asked = with_sets(config(), DataSet(img_dir=pictures(tmp_path / "a", 3), random_crop=4))
+    found = count(asked)
+    assert found is not None and (found.in_epoch, found.exact) == (12, False)
+    large = DataSet(img_dir=tmp_path / "b", random_crop=2)
+    (tmp_path / "b").mkdir()
+    for number in range(201):
+        Image.new("L", (16, 16)).save(tmp_path / "b" / f"{number}.png")
+    found = count(with_sets(asked, large))
+    assert found is not None and (found.in_epoch, found.exact) == (402, False)
 
 
 def test_conversations_are_counted_about(config: Config, geometry: Geometry, tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from trainer.data.pictures import images
 from trainer.data.pictures.buckets import buckets, nearest_bucket
 from trainer.data.sets.scan import scan_images
 from trainer.planning.planning import plan_run
-from trainer.planning.shapes.set_look import seen, shapes_of
+from trainer.planning.shapes import set_look
+from trainer.planning.shapes.set_look import samples, seen, shapes_of, stamp
 
 REPOSITORY = Path(__file__).parents[3]
 DEFAULTS = {name: families.get(name).defaults for name in families.names()}
@@ -96,6 +97,32 @@ def test_pictures_are_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     Image.new("L", (8, 8)).save(tmp_path / "c.png")
     os.utime(tmp_path, (1, 1))
     assert sum(weight for _, weight, _ in seen(sets, family)) == 3
+
+
+def test_files_below_a_folder_and_metadata_are_looked_at_anew(tmp_path: Path) -> None:
+    """A studio runs for days: what changes in a folder below leaves the time of those above."""
+    inside = tmp_path / "a" / "b"
+    inside.mkdir(parents=True)
+    Image.new("L", (8, 8)).save(inside / "1.png")
+    sets, family = (DataSet(img_dir=tmp_path),), families.get("flux1_kontext")
+    assert [len(one) for one in samples(sets, family) or ()] == [1]
+    os.utime(inside, (1, 1))
+    Image.new("L", (8, 8)).save(inside / "2.png")
+    assert [len(one) for one in samples(sets, family) or ()] == [2]
+    metadata = tmp_path / "metadata.jsonl"
+    metadata.touch()
+    before, times = stamp(sets), tmp_path.stat()
+    metadata.write_text(json.dumps({"file_name": "a/b/1.png", "text": "x", "control_file_name": "a/b/2.png"}))
+    os.utime(tmp_path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert stamp(sets) != before
+    assert [len(one) for one in samples(sets, family) or ()] == [1]
+
+
+def test_a_large_set_is_not_walked_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(8):
+        (tmp_path / str(number) / "below").mkdir(parents=True)
+    monkeypatch.setattr(set_look, "_MOST_COUNTED", 10)
+    assert 1 < len(stamp((DataSet(img_dir=tmp_path),))) <= 11
 
 
 def test_a_plan_counts_on_the_shapes_of_its_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,13 @@ import functools
 import itertools
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainer.config.schema import DataSet
 from trainer.data.pictures.buckets import Size, buckets, nearest_bucket
 from trainer.data.sets.controls import read_set, set_folders
+from trainer.data.sets.metadata import METADATA_NAMES
 from trainer.families.family import Family
 from trainer.files.component_shapes import Stamp, stamp_of
 from trainer.planning.shapes.mix import Pictures
@@ -42,7 +43,29 @@ def samples(sets: Sets, family: Family) -> tuple[tuple[Sample, ...], ...] | None
 
 def seen(sets: Sets, family: Family) -> tuple[Seen, ...]:
     """Some samples of each set; empty where the samples of one, or all of their sizes, are not known."""
-    return _seen(sets, family.control_counts, stamp(sets))
+    looked = _seen(sets, family.control_counts, stamp(sets))
+    return tuple(itertools.chain.from_iterable(looked)) if all(looked) else ()
+
+
+def cut(sets: Sets, family: Family, resolution: int) -> tuple[bool | None, ...]:
+    """For each set whether a picture of it is cut to its bucket, as one that has the bucket's shape is not;
+    None where that is not known.
+    """
+    looked, multiple = _seen(sets, family.control_counts, stamp(sets)), family.pixel_multiple
+    if not looked or resolution < multiple:
+        return (None,) * len(sets)
+    sizes, found = buckets(resolution, multiple), list[bool | None]()
+    for one in looked:
+        pictures = {pictures[0] for pictures, _, _ in one}
+        some = any(not _fits(size, nearest_bucket(*size, sizes)) for size in pictures)
+        all_seen = bool(one) and all(weight == 1.0 for _, weight, _ in one)
+        found.append(True if some else False if all_seen else None)
+    return tuple(found)
+
+
+def _fits(picture: Size, bucket: Size) -> bool:
+    """Whether nothing of a picture is cut off."""
+    return picture[0] * bucket[1] == picture[1] * bucket[0]
 
 
 def shapes_of(looked: Sequence[Seen], resolution: int, multiple: int) -> Pictures:
@@ -63,10 +86,28 @@ def shapes_of(looked: Sequence[Seen], resolution: int, multiple: int) -> Picture
 
 
 def stamp(sets: Sets) -> Stamp:
-    """The folders as they are now: what is remembered of others is of no use."""
-    folders = (folder for one in sets for folder in set_folders(one))
+    """The folders as they are now, those below them and their metadata: what is remembered of others is of no
+    use.
+    """
+    found = (path for one in sets for folder in set_folders(one) for path in _below(folder))
     # pathlib's exists() raises for a folder that may not be entered
-    return stamp_of(folder for folder in folders if os.path.exists(folder))  # noqa: PTH110
+    return stamp_of(path for path in found if os.path.exists(path))  # noqa: PTH110
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """A folder, with every folder and file of metadata below it; of a large set only with the first ones."""
+    waiting, left = [folder], _MOST_COUNTED
+    while waiting:
+        inside = waiting.pop()
+        yield inside
+        try:
+            with os.scandir(inside) as entries:
+                found = list(itertools.islice(entries, left))
+        except OSError:  # the run tells of a folder that cannot be read
+            continue
+        left -= len(found)
+        waiting += [Path(entry) for entry in found if entry.is_dir(follow_symlinks=False)]
+        yield from (Path(entry) for entry in found if entry.name in METADATA_NAMES)
 
 
 @functools.lru_cache(maxsize=8)
@@ -83,7 +124,8 @@ def _samples(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[tuple
 
 
 @functools.lru_cache(maxsize=8)
-def _seen(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[Seen, ...]:
+def _seen(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[tuple[Seen, ...], ...]:
+    """Some samples of each set; none of one whose sizes are not known."""
     from trainer.data.pictures.images import claimed_size
 
     found = []
@@ -92,10 +134,8 @@ def _seen(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[Seen, ..
         chosen = random.Random(0).sample(range(len(every)), min(len(every), _MOST_LOOKED_AT))
         sizes = [tuple(map(claimed_size, every[number])) for number in sorted(chosen)]
         known = [tuple(size for size in row if size is not None) for row in sizes if row[0] is not None]
-        if not known:
-            return ()
-        weight = len(every) / len(known)
-        found += [(row, weight, one.repeats) for row in known]
+        weight = len(every) / max(1, len(known))
+        found.append(tuple((row, weight, one.repeats) for row in known))
     return tuple(found)
 
 
