@@ -212,3 +212,7 @@ def test_disk(geometry: Geometry) -> None:
     full = storage(method="full")
     assert disk.disk_bytes(full, geometry, checkpoints=2) == 2 * GIB * (2 * 8 + 2)
     assert disk.disk_bytes(full, geometry, checkpoints=0) == 2 * GIB * 2
+    # parameters that stay fp32 have fp32 weights and moments, and are so in the model's files
+    kept = dataclasses.replace(geometry, fp32_parameters=GIB // 4)
+    assert disk.disk_bytes(full, kept, checkpoints=2) == 2 * GIB * (2 * 8 + 2) + GIB // 4 * (2 * 4 + 2)
+    assert disk.disk_bytes(storage(), kept, checkpoints=4) == count * (4 * 12 + 2 * 2)

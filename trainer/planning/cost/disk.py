@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainer.planning.cost import states
 from trainer.planning.cost.storage import Storage, parameters
+from trainer.planning.cost.trained_memory import FP32_MORE_BYTES
 from trainer.planning.shapes.geometry import Geometry
 
 
@@ -18,4 +19,7 @@ def disk_bytes(storage: Storage, geometry: Geometry, *, checkpoints: int, copies
     master, final = (4, 2 * size) if lora else (size, size)
     optimizer = states.of(storage.method, storage.dtype, storage.optimizer)[2]
     mean = states.MEAN_BYTES if storage.averaged else 0
-    return checkpoints * int(count * (master + optimizer + mean)) + copies * count * final
+    # parameters that a run in bf16 keeps in fp32, in the weights and in the optimizer's state
+    more = 0 if lora else geometry.fp32_parameters * FP32_MORE_BYTES
+    each = int(count * (master + optimizer + mean)) + 2 * more
+    return checkpoints * each + copies * (count * final + more)
