@@ -67,6 +67,22 @@ def test_a_run_in_fp16_goes_on(load: Load, tmp_path: Path) -> None:
     assert RunConfig.model_validate(found.model_dump()) == found
 
 
+@pytest.mark.parametrize("began", ["fp16", "int8"])
+def test_the_base_of_a_run_in_fp16_stays_where_less_memory_is_left(
+    load: Load, tmp_path: Path, began: str
+) -> None:
+    begin(tmp_path, BEGAN | {"dtype": "fp16", "weights": began})
+    plan = plan_run(continued(load()), machine("h200"), find_model=lambda _: None)
+    assert (plan.dtype, plan.weights) == ("fp16", began)
+    smaller = load("features.memory_budget=20GiB", "features.block_swap=0", "model.dtype=fp16")
+    assert plan_run(smaller, machine("h200"), find_model=lambda _: None).weights == "int8"
+    if began == "fp16":
+        with pytest.raises(HardwareError, match="the run goes on over weights in fp16"):
+            plan_run(continued(smaller), machine("h200"), find_model=lambda _: None)
+    else:
+        assert plan_run(continued(smaller), machine("h200"), find_model=lambda _: None).weights == "int8"
+
+
 @pytest.mark.parametrize(("began", "stays"), [("int8", "int8"), ("", "kept"), (None, "kept")])
 def test_modulation_beside_fp8_stays_as_it_was(
     load: Load, tmp_path: Path, began: str | None, stays: str

@@ -136,6 +136,33 @@ def test_rates_go_by_name_and_an_unknown_gpu_has_none() -> None:
     assert rates(machine("too-old-gpu").gpus[0]) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "bf16"),
+    [
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA A100X", None),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 144G HBM3e", 989),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA RTX 6000 Ada Generation", 364),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB10", 125),
+    ],
+)
+def test_a_card_that_is_only_called_alike_has_no_peak(name: str, bf16: float | None) -> None:
+    """A wrong peak makes a wrong share of it (MFU), without a word."""
+    found = rates(with_gpu(machine("h200"), name=name).gpus[0])
+    assert (found.bf16 if found is not None else None) == bf16
+
+
 def verdict(kernel: str, ms: float, shape_class: str, *, works: bool = True) -> KernelVerdict:
     return KernelVerdict(
         kernel=kernel,

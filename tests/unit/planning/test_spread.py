@@ -5,17 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.golden.plans import ROOT, load_shipped
 from tests.unit.planning.conftest import GIB, machine
-from tests.unit.planning.test_resolve import Config, plan, row
-from trainer.config.schema import RunConfig
+from tests.unit.planning.test_resolve import Config, on_each_kind, plan, row
+from trainer.config.schema import RunConfig, changed
 from trainer.errors import ConfigError, HardwareError
+from trainer.families import get
 from trainer.machine.facts import Facts, LinkVerdict
+from trainer.planning.choose import block_homes, candidates
+from trainer.planning.cost import memory
+from trainer.planning.cost.storage import Storage
 from trainer.planning.plan import Plan
 from trainer.planning.shapes.geometry import Geometry, Linears, Stack
+from trainer.planning.shapes.run_shapes import run_geometry
 
 
 def planned(config: RunConfig, geometry: Geometry, facts: Facts | None = None) -> Plan:
@@ -489,6 +496,37 @@ def test_auto_shares_the_fewest_blocks_that_fit(shared: Config, geometry: Geomet
     told = row(found, "shard")
     assert (told.value, told.source) == (f"{found.sharded_blocks} of 57 blocks over 2", "auto")
     assert "at 340 GiB/s as measured" in told.reason and "whole on each GPU it needs" in told.reason
+
+
+def test_no_smaller_number_of_shared_blocks_fits_where_the_need_jumps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FLUX.2 has 56 blocks of two sizes: one more in a group of four may be one more of the large ones."""
+    monkeypatch.chdir(ROOT)
+    asked = changed(
+        load_shipped(Path("train_configs/flux2_dev_lora.yaml")).config,
+        {"train.gradient_accumulation_steps": 4},
+    )
+    made = functools.cache(
+        lambda dtype: run_geometry(get("flux2_dev"), asked, model_folder=None, dtype=dtype)
+    )
+    ((one, _),) = on_each_kind(asked, linked(0, 0, 0, 0), lambda changed, dtype: made(dtype))
+    situation = dataclasses.replace(one, ranks=4)
+    ways, _ = candidates.ladder(situation)
+    settings = list(candidates.storages(situation, ways, "cudnn", compiled=True))
+    jumped = 0
+    for gib in (55, 57, 59):
+        for found in block_homes.shared(situation, settings, gib * GIB):
+
+            def needed(count: int, found: Storage = found) -> int:
+                trial = dataclasses.replace(found, sharded=count, tiling=True)
+                return memory.total(memory.train_rows(trial, situation.geometry))
+
+            if needed(found.sharded) <= gib * GIB:
+                needs = [needed(count) for count in range(1, found.sharded + 1)]
+                assert min(needs[:-1], default=gib * GIB + 1) > gib * GIB
+                jumped += needs != sorted(needs, reverse=True)
+    assert jumped
 
 
 def test_more_gpus_make_a_larger_group_only_where_a_pair_does_not_suffice(

@@ -5,7 +5,6 @@ They wait in host memory, or lie with several GPUs in turn, which read each othe
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 from collections.abc import Iterable, Iterator
 
@@ -148,14 +147,14 @@ def shared(situation: Situation, settings: Iterable[Storage], budget_bytes: int)
 
 
 def _fewest_shared(storage: Storage, geometry: Geometry, budget_bytes: int, *, tiled: bool) -> Storage:
-    """The setting with the fewest shared blocks that fit: pages that they pass through take memory too."""
+    """The setting with the fewest shared blocks that fit, of which it is known that all of them do.
 
-    def fits(count: int) -> bool:
-        one = dataclasses.replace(storage, sharded=count)
-        return _trains_in(one, geometry, tiled=tiled) <= budget_bytes
-
-    count = bisect.bisect_left(range(1, storage.sharded + 1), True, key=fits) + 1
-    return dataclasses.replace(storage, sharded=count)
+    Each is tried: a block more may need more memory, for the pages that it passes through, and as the GPU that
+    has most of them counts.
+    """
+    trials = (dataclasses.replace(storage, sharded=count) for count in range(1, storage.sharded))
+    fitting = (one for one in trials if _trains_in(one, geometry, tiled=tiled) <= budget_bytes)
+    return next(fitting, storage)
 
 
 def _trains_in(storage: Storage, geometry: Geometry, *, tiled: bool) -> int:

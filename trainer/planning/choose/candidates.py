@@ -35,6 +35,9 @@ def ladder(situation: Situation) -> tuple[list[Way], str]:
     elif asked != "auto":
         key = "features.compute" if config.features.weights == "auto" else "features.weights"
         ways, no_more = _written(situation, asked), f"{key} is {asked} ({situation.source(key)})"
+    elif situation.goes_on and situation.dtype == "fp16":
+        # no word of features.weights: the plan that the run began with would have named any other storage
+        no_more = "the run goes on over weights in fp16"
     elif config.method == "full":
         *others, last = frozen()
         no_more = f"{', '.join(others)} and {last} are for method: lora only"

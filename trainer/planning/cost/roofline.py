@@ -6,6 +6,7 @@ other GPUs the same shares are taken of their makers' figures.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -93,12 +94,20 @@ _CHEAP_FIRST = 2.8
 
 
 def rates(gpu: Gpu) -> Rates | None:
-    """The GPU's peaks by its name; None where they are not known."""
+    """The GPU's peaks by its name; None where they are not known, as of a card whose name says more than a
+    row's, such as H200 NVL or RTX 4090 D.
+    """
     if any(word in gpu.name for word in _LESS):
         return None
-    return next((found for name, found in _RATES if name in gpu.name), None)
+    return next((found for name, found in _RATES if _is_named(gpu.name, name)), None)
 
 
+def _is_named(gpu: str, name: str) -> bool:
+    """Whether a GPU's name is this one, with nothing else behind it than its memory or its socket."""
+    return re.search(rf"(?<!\w){re.escape(name)}{_SAME_CARD}$", gpu, re.IGNORECASE) is not None
+
+
+_SAME_CARD = r"([ -](\d+GB?|HBM\d\w?|SXM\d?|PCIe|Generation))*"
 _LESS = ("Laptop", "Max-Q", "MIG")
 """Words in the names of GPUs that have less than the one they are called after."""
 
