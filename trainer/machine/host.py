@@ -106,9 +106,9 @@ def digest_of_visible(environ: Mapping[str, str]) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The file's text; empty where it cannot be read."""
+    """The file's text, with bytes that are no UTF-8 as in names of files; empty where it cannot be read."""
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return ""
 

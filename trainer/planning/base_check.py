@@ -278,7 +278,7 @@ def _bad_positions(theirs: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}.factor is {factor!r:.80}, and a number above 0 is needed"
         if not (isinstance(parts, list) and all(isinstance(one, int) for one in (*parts, width, heads))):
             continue
-        if heads and 2 * sum(parts) != (head := theirs.get("head_dim", width // heads)):
+        if heads and 2 * sum(parts) != (head := theirs.get("head_dim") or width // heads):
             yield f"{name}.mrope_section is {parts!r:.80}, and a head has {head} values"
 
 

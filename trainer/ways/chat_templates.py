@@ -40,7 +40,7 @@ def text_of(value: str) -> str | None:
     path = _FOLDER / f"{value}{SUFFIX}" if value in names() else Path(value)
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # no file, no UTF-8, or no name of a file
         what = f"{path} cannot be read ({error})"
         raise ConfigError(what, where=KEY, remedy=f"name a file, or one of {', '.join(names())}") from error
 

@@ -10,6 +10,7 @@ import pytest
 
 from trainer.cli.options import Layers
 from trainer.errors import ConfigError
+from trainer.ways import chat_templates
 
 LEAST = "family: llama\nmethod: lora\ndata: {sets: [{chat_file: c.jsonl}]}\noutput_dir: out\n"
 
@@ -95,3 +96,8 @@ def test_templates_are_named_or_files(tmp_path: Path, monkeypatch: pytest.Monkey
     assert remedy.startswith("did you mean `chatml`?")
     ((what, _),) = told("other.jinja")
     assert what == "`data.chat_template`: other.jinja is no file"
+
+
+def test_a_template_that_no_file_can_be_called_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read .* null byte"):
+        chat_templates.text_of("a\0b")

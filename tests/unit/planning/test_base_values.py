@@ -80,6 +80,19 @@ def test_a_nested_value_is_told_by_its_whole_key(tiny_base: Callable[[str], Path
     assert "text_encoder: vision_config is 5, and a mapping is needed" in said
 
 
+def test_a_head_whose_width_is_null_is_a_share_of_the_model(
+    tiny_base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Files of several libraries write `head_dim: null`, as they do what follows from other values."""
+    base = Path(shutil.copytree(tiny_base("qwen_image"), tmp_path / "base"))
+    file = base / "text_encoder/config.json"
+    content = json.loads(file.read_text())
+    content["text_config"]["head_dim"] = None
+    content["text_config"]["rope_scaling"] = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+    file.write_text(json.dumps(content))
+    plan(base, "qwen_image")
+
+
 def test_scales_of_other_channels_than_latents_are_told(
     tiny_base: Callable[[str], Path], tmp_path: Path
 ) -> None:

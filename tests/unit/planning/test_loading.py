@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,16 @@ def test_a_disk_is_its_kind_and_where_it_is_mounted(tmp_path: Path) -> None:
     assert loading.disk_of(tmp_path, mounts) == "overlay /"
     assert loading.disk_of(None, mounts) == ""
     assert loading.disk_of(tmp_path, tmp_path / "missing") == ""
+
+
+def test_a_mount_whose_path_is_no_utf_8_hides_no_other(tmp_path: Path) -> None:
+    mounts, folder = tmp_path / "mountinfo", Path(os.fsdecode(bytes(tmp_path) + b"/caf\xe9"))
+    folder.mkdir()
+    mounts.write_bytes(
+        b"22 1 259:1 / / rw - overlay o rw\n30 22 259:2 / " + bytes(folder) + b" rw - ext4 e rw\n"
+    )
+    assert loading.disk_of(folder, mounts) == f"ext4 {folder}"
+    assert loading.disk_of(tmp_path, mounts) == "overlay /"
 
 
 def test_rates_are_kept_by_disk_beside_verdicts(tmp_path: Path) -> None:

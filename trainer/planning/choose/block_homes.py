@@ -149,8 +149,8 @@ def shared(situation: Situation, settings: Iterable[Storage], budget_bytes: int)
 def _fewest_shared(storage: Storage, geometry: Geometry, budget_bytes: int, *, tiled: bool) -> Storage:
     """The setting with the fewest shared blocks that fit, of which it is known that all of them do.
 
-    Each is tried: a block more may need more memory, for the pages that it passes through, and as the GPU that
-    has most of them counts.
+    Each is tried: a block more may need more memory, for the pages that it passes through, and since the GPU
+    counts that has most of them.
     """
     trials = (dataclasses.replace(storage, sharded=count) for count in range(1, storage.sharded))
     fitting = (one for one in trials if _trains_in(one, geometry, tiled=tiled) <= budget_bytes)
