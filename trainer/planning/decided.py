@@ -97,18 +97,7 @@ def decide(situation: Situation, *, swap: bool) -> Decided:
     """
     rules.require(situation)
     kernel, limit = attention.attention(situation), budget(situation)
-    gpu = situation.facts.gpu if situation.on_gpu else None
-    verdicts = situation.facts.verdicts
-    link = situation.facts.link if situation.on_gpu else None
-    speed = roofline.speed(
-        gpu,
-        verdicts,
-        situation.geometry,
-        kernel.value,
-        situation.dtype,
-        link=link,
-        way_known=not situation.hosts.several,
-    )
+    speed = _speed(situation, kernel.value)
     compiling = switches.compiling(situation, fit.compile_gain(situation, speed), known=speed.known)
     swap = (
         swap and situation.config.features.block_swap == "auto" and not block_homes.swap_obstacle(situation)
@@ -146,6 +135,19 @@ def decide(situation: Situation, *, swap: bool) -> Decided:
             roofline.optimizer_ms(chosen.storage, situation.geometry, speed) if speed.known else 0.0
         ),
         peak_tflops=speed.rates.bf16 if speed.known else 0.0,
+    )
+
+
+def _speed(situation: Situation, attention: str) -> roofline.Speed:
+    """The rates and verdicts for a run that uses this attention kernel."""
+    return roofline.speed(
+        situation.facts.gpu if situation.on_gpu else None,
+        situation.facts.verdicts,
+        situation.geometry,
+        attention,
+        situation.dtype,
+        link=situation.facts.link if situation.on_gpu else None,
+        way_known=not situation.hosts.several,
     )
 
 

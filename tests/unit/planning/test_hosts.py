@@ -102,7 +102,7 @@ def test_a_full_fine_tune_lies_in_rows_over_all_and_a_base_inside_a_host() -> No
 
 
 def test_no_way_between_hosts_is_taken_for_that_between_gpus() -> None:
-    """What was measured between the GPUs of one host says nothing of the network."""
+    """Verdicts on the way between one host's GPUs say nothing of the network."""
     lora, alone = (rows(planned(hosts=hosts))["exchange"] for hosts in (TWO, Hosts()))
     assert alone[1] == "auto (measured)" and " ms" in alone[2]
     assert lora[1] == "auto" and " ms" not in lora[2] and "once they have met" in lora[2]
