@@ -198,9 +198,8 @@ def _problems(
             yield path, what, other
         for what in _bad_values(theirs, ours):
             yield path, what, _REMEDY
-        # weights have the same shapes with any number of heads, and classes have a default
-        for key in _HEADS:
-            if name != family.trained_component and ours.get(key) is not None and theirs.get(key) is None:
+        if name != family.trained_component:
+            for key in _without_heads(theirs, ours):
                 yield path, f"it does not say {key}", _REMEDY
         if name != family.trained_component and ours.get("eos_token_id") is not None:
             for what in _bad_ids(theirs, "eos_token_id", required="eos_token_id" in theirs):
@@ -256,6 +255,18 @@ def _bad_values(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[
         elif needed := _needed(key, value, our):
             yield f"{key} is {value!r:.80}, and {needed}"
     yield from _bad_positions(theirs)
+
+
+def _without_heads(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
+    """Keys of numbers of heads that are left out, nested ones too: weights have the same shapes with any
+    number, and classes have a default.
+    """
+    for key, our in ours.items():
+        value = theirs.get(key)
+        if isinstance(our, dict) and isinstance(value, dict):
+            yield from (f"{key}.{one}" for one in _without_heads(value, our))
+        elif key in _HEADS and our is not None and value is None:
+            yield key
 
 
 def _bad_positions(theirs: Mapping[str, Any]) -> Iterator[str]:

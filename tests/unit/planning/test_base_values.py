@@ -80,6 +80,28 @@ def test_a_nested_value_is_told_by_its_whole_key(tiny_base: Callable[[str], Path
     assert "text_encoder: vision_config is 5, and a mapping is needed" in said
 
 
+@pytest.mark.parametrize(
+    ("family", "part", "key"),
+    [
+        ("qwen_image_edit", "vision_config", "num_heads"),
+        ("qwen_image", "text_config", "num_attention_heads"),
+        ("flux2_dev", "vision_config", "num_attention_heads"),
+    ],
+)
+def test_a_nested_number_of_heads_that_is_left_out_is_told(
+    tiny_base: Callable[[str], Path], tmp_path: Path, family: str, part: str, key: str
+) -> None:
+    """The class's default would split the same weights into other heads."""
+    base = Path(shutil.copytree(tiny_base(family), tmp_path / "base"))
+    file = base / "text_encoder/config.json"
+    content = json.loads(file.read_text())
+    del content[part][key]
+    file.write_text(json.dumps(content))
+    with pytest.raises(AccessError, match=f"text_encoder: it does not say {part}.{key}") as caught:
+        plan(base, family)
+    assert str(file) in str(caught.value)
+
+
 def test_scales_of_other_channels_than_latents_are_told(
     tiny_base: Callable[[str], Path], tmp_path: Path
 ) -> None:
