@@ -254,7 +254,7 @@ def _bad_values(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[
             yield from (f"{key}.{what}" for what in _bad_values(value, our))
         elif needed := _needed(key, value, our):
             yield f"{key} is {value!r:.80}, and {needed}"
-    yield from _bad_positions(theirs)
+    yield from _bad_positions(theirs, ours)
 
 
 def _without_heads(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
@@ -269,12 +269,14 @@ def _without_heads(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterat
             yield key
 
 
-def _bad_positions(theirs: Mapping[str, Any]) -> Iterator[str]:
+def _bad_positions(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
     """Rotary embeddings that no head of attention can have, or another than the model was made with."""
     width, heads = theirs.get("hidden_size"), theirs.get("num_attention_heads")
-    dims, head = theirs.get("axes_dims_rope"), theirs.get("attention_head_dim")
+    head = theirs.get("attention_head_dim")
+    dims = theirs.get("axes_dims_rope", ours.get("axes_dims_rope"))  # left out: the class's own
     if isinstance(dims, list) and all(map(_is_number, dims)) and _is_number(head) and sum(dims) != head:
-        yield f"axes_dims_rope is {dims!r:.80}, which are {sum(dims)} and not attention_head_dim, {head}"
+        said = f"is {dims!r:.80}" if "axes_dims_rope" in theirs else "is left out"
+        yield f"axes_dims_rope {said}, which are {sum(dims)} and not attention_head_dim, {head}"
     for name in ("rope_parameters", "rope_scaling"):
         rope = theirs.get(name)
         if not isinstance(rope, dict):

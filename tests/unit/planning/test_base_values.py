@@ -34,6 +34,7 @@ SCHEDULER = "scheduler/scheduler_config.json"
         ("vae/config.json", {"block_out_channels": [8, [16], 16]}, "of each of it: a number is needed"),
         ("vae/config.json", {"mid_block_add_attention": None}, "mid_block_add_attention is null, and True"),
         ("transformer/config.json", {"axes_dims_rope": [4, 6, 8]}, "18 and not attention_head_dim, 16"),
+        ("transformer/config.json", {"axes_dims_rope": "GONE"}, "is left out, which are 128 and not att"),
         ("text_encoder/config.json", {"num_attention_heads": "GONE"}, "it does not say num_attention_heads"),
         ("text_encoder/config.json", {"return_dict": False}, "return_dict is False, and its outputs"),
         ("vae/config.json", {"block_out_channels": []}, "block_out_channels is [], and a list with values"),
