@@ -59,7 +59,7 @@ def read(paths: Iterable[Path], environment: Path | None = None) -> Read:
 def _files(paths: Iterable[Path], problems: list[Problem]) -> Iterator[tuple[Path, bool]]:
     """Each file once, and whether it was named itself."""
     for path in paths:
-        if not path.is_dir():
+        if not os.path.isdir(path):  # noqa: PTH112  `_file` tells of one that nobody may ask
             yield path, True
             continue
         found = sorted(_in_folder(path))
@@ -80,7 +80,7 @@ def _in_folder(folder: Path) -> Iterator[Path]:
             continue
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _NO_FOLDERS]
         found = (Path(root, name) for name in names if _IN_FOLDERS.fullmatch(name))
-        yield from (path for path in found if path.is_file() and not path.is_symlink())
+        yield from (one for one in found if os.path.isfile(one) and not one.is_symlink())  # noqa: PTH113
 
 
 def _file(path: Path, *, is_ours: bool) -> Read:

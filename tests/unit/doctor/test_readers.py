@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -190,6 +193,25 @@ def test_a_recorded_machine_is_one(tmp_path: Path) -> None:
     )
     assert broken.problems and broken.facts is None
     assert recognise.is_facts(json_text.entries(machine.read_text()))
+
+
+def test_what_lies_in_a_closed_folder_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel's answer, which root does not get."""
+    (tmp_path / "good.yaml").write_text("services: {}\n")
+    (tmp_path / "closed").mkdir()
+    stat = os.stat
+
+    def refused(path: str | Path | int, **options: Any) -> os.stat_result:
+        if not isinstance(path, int) and Path(path).parent.name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refused)
+    result = read([tmp_path / "closed/run.yaml", tmp_path])
+    assert [document.kind for document in result.documents] == ["compose"]
+    assert [(one.what, one.where) for one in result.problems] == [
+        ("cannot be read: Permission denied", str(tmp_path / "closed/run.yaml"))
+    ]
 
 
 def test_files_that_cannot_be_read_are_problems_and_others_are_read(tmp_path: Path) -> None:

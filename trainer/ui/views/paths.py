@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def folders(studio: Studio) -> Mapping[str, tuple[str, ...]]:
 
 
 def _names(root: Path) -> tuple[str, ...]:
-    if not root.is_dir():
+    if not os.access(root, os.R_OK | os.X_OK):
         return ()
     names = (one.name for one in root.iterdir() if one.is_dir() and not one.name.startswith("."))
     # a page spells other letters out, and what it offers has to be the name itself
