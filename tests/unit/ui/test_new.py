@@ -367,6 +367,10 @@ def test_a_file_of_ai_toolkit_is_translated_by_name(studio: Studio) -> None:
             },
         ),
         (MUSUBI, {"lora.rank": "8", "train.learning_rate": "3e-4", "train.max_train_steps": "90"}),
+        (f"CUDA_VISIBLE_DEVICES=0 {MUSUBI}", {"lora.rank": "8", "train.max_train_steps": "90"}),
+        (MUSUBI.replace("accelerate launch", "python3"), {"lora.rank": "8"}),
+        (MUSUBI.replace("accelerate launch", "python -u"), {"lora.rank": "8"}),
+        (MUSUBI.replace("accelerate launch", "A=1 python3 -u"), {"lora.rank": "8"}),
         ('{"train": {"steps": 70}}', {"train.max_train_steps": "70"}),
     ],
 )
