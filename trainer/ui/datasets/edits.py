@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -302,6 +303,8 @@ def _is_there(place: Place, name: str) -> bool:
 def _write(place: Place, name: str, data: bytes) -> None:
     with held(place, name) as path, atomic.writing(path) as file:
         file.write(data)
+        if path.is_file() and not path.is_symlink():  # whoever may read and write it still may
+            os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
 
 
 def _trash(place: Place, names: Sequence[str]) -> tuple[tuple[str, str], ...]:

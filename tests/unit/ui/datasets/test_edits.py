@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -61,6 +62,17 @@ def test_an_edit_is_undone_to_the_byte(studio: Studio, before: bytes | None, tex
         assert read_sidecar(path) == clean_caption(text)
         assert edits.undo(place) == []
     assert (path.read_bytes() if path.exists() else None) == before
+
+
+def test_a_caption_keeps_who_may_read_and_write_it(studio: Studio) -> None:
+    place = make(studio, a="a cat")
+    path = place.folder / "a.txt"
+    path.chmod(0o664)
+    edits.write_captions(place, {"cats/a.txt": ("x", edits.caption_now(place, "cats/a.txt").etag)}, "edit")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o664
+    path.chmod(0o600)
+    edits.undo(place)
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("a cat", 0o600)
 
 
 def test_all_captions_are_written_or_none(studio: Studio) -> None:
