@@ -215,6 +215,13 @@ def test_a_recorded_machine_is_one(tmp_path: Path) -> None:
     assert recognise.is_facts(json_text.entries(machine.read_text()))
 
 
+def test_a_file_is_read_once_however_it_is_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notes.yaml").write_text("a: 1\n")
+    monkeypatch.chdir(tmp_path)
+    found = read([tmp_path, Path("notes.yaml"), tmp_path / "notes.yaml"]).documents
+    assert [(one.kind, one.place) for one in found] == [("unknown", str(tmp_path / "notes.yaml"))]
+
+
 def test_what_lies_in_a_closed_folder_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernel's answer, which root does not get."""
     (tmp_path / "good.yaml").write_text("services: {}\n")

@@ -182,3 +182,9 @@ def test_a_logout_ends_the_session_for_good(client: TestClient) -> None:
 def test_a_theme_leads_back_to_a_page_of_the_studio(client: TestClient, referer: str) -> None:
     location = client.post("/theme", data={"theme": "dark"}, headers={"Referer": referer}).headers["location"]
     assert location.startswith("/") and not location.startswith("//")
+
+
+def test_a_theme_leads_back_to_the_page_as_it_was_asked(client: TestClient) -> None:
+    for page in ("/compare?run=a&run=b", "/data"):
+        headers = {"Referer": f"{ORIGIN}{page}"}
+        assert client.post("/theme", data={"theme": "dark"}, headers=headers).headers["location"] == page
