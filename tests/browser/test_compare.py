@@ -62,6 +62,20 @@ def test_marked_runs_are_compared(studio: Running, new_context: NewContext) -> N
     expect(page.get_by_role("table").filter(has_text="Held-out losses at")).to_be_visible()
 
 
+def test_the_step_below_the_pointer_is_whole(
+    start: Callable[..., Running], new_context: NewContext, tmp_path: Path
+) -> None:
+    studio = start(tmp_path)
+    for name in "ab":
+        made.make_run(studio.runs / name, steps=20_000, done=12_345, every=5)
+    page = logged_in(new_context(), studio)
+    marked(page, studio, *"ab")
+    box = page.locator("#compared .u-over").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] * 0.9999, box["y"] + 50)
+    expect(page.locator("#compared output")).to_contain_text("step 12345: A ")
+
+
 def test_a_mark_stays_while_the_list_changes(studio: Running, new_context: NewContext) -> None:
     page = logged_in(new_context(), studio)
     page.get_by_label("Compare a", exact=True).check()

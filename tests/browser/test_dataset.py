@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import io
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -215,6 +217,39 @@ def test_a_page_shows_what_became_of_a_change(start: Start, new_context: Context
     page.get_by_label("Caption of 1.png").press("Control+s")
     expect(page.locator(".tile .state")).to_have_count(0, timeout=60_000)
     expect(page.get_by_role("link", name="No caption 0", exact=True)).to_be_visible()
+
+
+def test_a_save_waits_for_the_one_before_it(start: Start, new_context: Contexts, tmp_path: Path) -> None:
+    """Two quick ones are no conflict with each other; one with the disk is shown before anything is sent."""
+    studio = start(tmp_path)
+    folder = data_set(studio, "a cat")
+    page = logged_in(new_context(), studio)
+    shown(page, studio)
+    looked(page, 1)
+    field, tile = page.get_by_label("Caption of 0.png"), page.locator(".tile").first
+
+    def save_two(meanwhile: str = "") -> None:
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # the studio writes when it is given back
+        for text in ("one", "two"):
+            field.fill(text)
+            field.press("Control+s")
+        if meanwhile:
+            (folder / "0.txt").write_text(meanwhile)
+        os.close(descriptor)
+
+    save_two()
+    expect(tile.get_by_role("status")).to_have_text("Saved")
+    for _ in range(100):
+        if (folder / "0.txt").read_text() == "two\n":
+            break
+        page.wait_for_timeout(100)
+    expect(tile.get_by_role("alert")).to_have_count(0)
+    assert (folder / "0.txt").read_text() == "two\n" and field.input_value() == "two"
+    save_two("a dog")
+    expect(tile.get_by_role("alert")).to_contain_text("a dog")
+    page.wait_for_timeout(500)
+    assert (folder / "0.txt").read_text() == "a dog" and field.input_value() == "two"
 
 
 def test_a_caption_that_was_not_saved_stays_and_is_told(

@@ -196,6 +196,20 @@ def test_every_line_is_seen_once_over_reconnects_and_a_resume(
         page.wait_for_selector(".state:has-text('saving')", timeout=_WAIT_MS)
 
 
+def test_curves_of_a_very_long_run_are_drawn(new_context: NewContext, full: Full) -> None:
+    """More values than a function takes arguments; the stream's event brings them."""
+    page = logged_in(new_context(), full.studio)
+    opened(page, f"{full.studio.url}{full.page_of('cyanotype')}")
+    page.evaluate(
+        "(job) => { for (let first = 1e6; first < 1.2e6; first += 10000) {"
+        " const rows = Array.from({ length: 10000 }, (_, step) => [first + step, 0.1, null, 1, 1, 1, 1]);"
+        " job.dispatchEvent(new CustomEvent('points', { detail: { data: JSON.stringify(rows) } })); } }",
+        page.query_selector("#job"),
+    )
+    until(page, "document.querySelector('.chart.wide .u-over') !== null")
+    page.wait_for_timeout(2000)  # a fault of drawing is one of the page
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_pages_fit_and_their_targets_are_large_enough(new_context: NewContext, full: Full, size: str) -> None:
     """A19: nothing scrolls sideways but what has a bar of its own; targets are 24 by 24 pixels at least, but

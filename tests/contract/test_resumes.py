@@ -331,3 +331,23 @@ def test_the_best_of_a_future_that_did_not_happen_is_removed(workshop: Workshop,
     assert "resumed from step-000003" in job.said
     assert "best/ was kept at step 4, which this run has not reached: removed" in job.said
     assert not (folder / "run" / "best").exists()
+
+
+def test_the_lowest_loss_is_that_of_the_checkpoint_where_other_settings_make_later_ones_higher(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    """The best LoRA of the first way is of a later step; a rate that ruins it is told at a resume."""
+    limits = ("checkpoint.checkpointing_steps=2", "checkpoint.checkpoints_total_limit=3")
+    options = ("train.max_train_steps=6", *MEASURED[1:], *limits)
+    folder = tmp_path / "run"
+    workshop.job(CASE, folder, *options).train()
+    best = folder / "run" / "best"
+    assert json.loads((best / "best.json").read_text())["step"] == 6
+    shutil.rmtree(folder / "run/checkpoints/step-000006")
+    job = workshop.job(CASE, folder, *options, "train.learning_rate=0.5")
+    job.train()
+    rows = [row for row in numbers(job.folder) if row["step"] and "validation_loss" in row]
+    lowest = min(rows, key=lambda row: row["validation_loss"])
+    record = json.loads((best / "best.json").read_text())
+    assert (record["step"], record["validation_loss"]) == (4, lowest["validation_loss"])
+    assert any(line.startswith("best: step 4, held-out loss") for line in job.said)  # measured from its file

@@ -340,6 +340,28 @@ for _ in range(4):
 """
 
 
+def test_a_graph_is_captured_where_the_first_call_s_graph_of_autograd_is_not_gone() -> None:
+    """Garbage that holds it, of the compiler for example, holds parameters' nodes with their stream too."""
+    weight = torch.nn.Parameter(torch.randn(64, 64, device="cuda"))
+    weight.grad = torch.zeros_like(weight)
+    held: list[torch.Tensor] = []
+
+    def compute(batch: Batch, draw: Draw | None, one: float | torch.Tensor) -> torch.Tensor:
+        loss = (batch.latents["x"] @ weight).square().sum() / one
+        loss.backward()
+        held.append(loss)
+        return loss.detach()
+
+    batch = Batch(latents={"x": torch.randn(8, 64, device="cuda")}, text={}, size=1, weight=1.0)
+    graphs = Graphs(compute, lambda *_: None, print)
+    losses = [graphs(batch, None, torch.ones((), device="cuda")).item() for _ in range(WARM_UP + 2)]
+    assert len(graphs.captured) == 1
+    assert len(held) == WARM_UP + 1  # the last one was replayed
+    assert losses == pytest.approx([losses[0]] * len(losses))
+    wanted = (WARM_UP + 2) * 2 * batch.latents["x"].t() @ (batch.latents["x"] @ weight.detach())
+    assert relative(weight.grad, wanted) < 1e-5
+
+
 def test_graphs_are_dropped_when_the_last_one_has_ended() -> None:
     """Dropped while it ran, a graph read and wrote memory that was given back."""
     done = subprocess.run(

@@ -47,9 +47,9 @@ _SHARED_MODES: frozenset[Mode] = frozenset({"train", "cache"})
 """
 _READY_FILE = "ready"
 """File in the folder of a launcher's job: rank 0 is watched, and the other ranks may start."""
-_LOOK_SECONDS = 0.1
-_FREED_SECONDS = 20.0
-"""Time in which a program that ended gives its GPU memory back."""
+LOOK_SECONDS = 0.1
+FREED_SECONDS = 20.0
+"""Time in which a program that ended gives its memory back."""
 
 
 def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | None = None) -> int:
@@ -153,7 +153,7 @@ def _planned_elsewhere(folder: Path) -> Spec | None:
         if seen and not held:
             return None
         seen = seen or held is True
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(LOOK_SECONDS)
     raise ConfigError(
         f"rank 0 of this launch has not said within {patience:.0f} s what to do",
         where=str(folder),
@@ -243,7 +243,7 @@ def require_free_memory(plan: Plan, facts: Facts) -> None:
 
     Waits a moment for what has just ended.
     """
-    end, told = time.monotonic() + _FREED_SECONDS, False
+    end, told = time.monotonic() + FREED_SECONDS, False
     while short := planning.short_of_memory(plan, facts, share=planning.NEEDED):
         if time.monotonic() >= end:
             visible = environment.snapshot().get("CUDA_VISIBLE_DEVICES")
@@ -254,9 +254,9 @@ def require_free_memory(plan: Plan, facts: Facts) -> None:
             )
             raise HardwareError([Problem(what=one, where="GPU memory", remedy=remedy) for one in short])
         if not told:
-            say(f"{short[0]}; waiting {_FREED_SECONDS:.0f} s for it", err=True)
+            say(f"{short[0]}; waiting {FREED_SECONDS:.0f} s for it", err=True)
             told = True
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(LOOK_SECONDS)
         facts = planning.machine_facts()
         if max(plan.devices, default=0) >= len(facts.gpus):
             what = f"GPU {max(plan.devices)} of the plan is gone: {len(facts.gpus)} are visible now"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 
 from trainer import families
-from trainer.cli.jobs import child_environment, plain_environment
+from trainer.cli.jobs import FREED_SECONDS, LOOK_SECONDS, child_environment, plain_environment
 from trainer.cli.output import say
 from trainer.config import environment
 from trainer.config.reading.load import Loaded
@@ -21,9 +22,11 @@ from trainer.modeling.base.base import local_folder
 from trainer.planning import planning
 from trainer.planning.choose import loading
 from trainer.planning.choose.block_homes import NO_PEER_ACCESS
+from trainer.planning.choose.fit import DoesNotFitError
 from trainer.planning.choose.situation import KernelsFailedError
 from trainer.planning.plan import Plan
 from trainer.planning.shapes.shape_classes import shape_class
+from trainer.words.sizes import gib
 
 KINDS = ("attention", "matmul")
 """First parts of kernels' names."""
@@ -59,6 +62,24 @@ def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
         facts = measure_reading(loaded, facts, plan)
         plan = planning.plan_run(loaded, facts, profile)
     return _settled(loaded, facts, plan, kinds, failed_told=False)
+
+
+def planned_in_free_memory(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
+    """`planned`, which is tried again for a moment where other programs have the host memory that it lacks:
+    one may be at its end.
+    """
+    end, told = time.monotonic() + FREED_SECONDS, False
+    while True:
+        try:
+            return planned(loaded, probe=probe)
+        except DoesNotFitError as error:
+            if not error.taken_bytes or time.monotonic() >= end:
+                raise
+            if not told:
+                what = f"{error.problems[0].what}; other programs have {gib(error.taken_bytes)} of the host's"
+                say(f"{what}: waiting {FREED_SECONDS:.0f} s for it", err=True)
+                told = True
+        time.sleep(LOOK_SECONDS)
 
 
 def measured_anew(loaded: Loaded, facts: Facts) -> Facts:

@@ -31,7 +31,7 @@ def train(layers: Layers, no_probe: bool, share_gpu: bool) -> int:
         require_startable,
         run_job,
     )
-    from trainer.cli.measure import planned
+    from trainer.cli.measure import planned_in_free_memory
     from trainer.cli.other_hosts import telling
     from trainer.cli.places import place_of_start
     from trainer.config import environment
@@ -52,7 +52,7 @@ def train(layers: Layers, no_probe: bool, share_gpu: bool) -> int:
         loaded = with_epochs(continued(place.reconciled(layers.load())))
         port = environment.metrics_port()
         require_startable(loaded, port=port, writes_run=True)
-        facts, plan = planned(loaded, probe=not no_probe)
+        facts, plan = planned_in_free_memory(loaded, probe=not no_probe)
         plan = with_scoring(with_data(plan, loaded.config), loaded)
         say(plan_text(plan), err=True)  # stdout belongs to results
         order = visible_uuids() if plan.device == "cuda" else ()

@@ -46,8 +46,11 @@ def read(paths: Iterable[Path], environment: Path | None = None) -> Read:
     documents: list[Document] = []
     problems: list[Problem] = []
     facts: Facts | None = None
-    asked = [(path, is_named, False) for path, is_named in _files(paths, problems)]
-    for path, is_named, is_ours in [*asked, *([(environment, True, True)] if environment else [])]:
+    files: dict[Path, tuple[Path, bool, bool]] = {}
+    for path, is_named in _files(paths, problems):
+        first, was_named, _ = files.get(path.absolute(), (path, False, False))
+        files[path.absolute()] = (first, is_named or was_named, False)
+    for path, is_named, is_ours in [*files.values(), *([(environment, True, True)] if environment else [])]:
         one = _file(path, is_ours=is_ours)
         # in a folder nobody named this file: one that is not known is none of the doctor's
         documents += [part for part in one.documents if is_named or part.kind != "unknown"]
@@ -57,9 +60,9 @@ def read(paths: Iterable[Path], environment: Path | None = None) -> Read:
 
 
 def _files(paths: Iterable[Path], problems: list[Problem]) -> Iterator[tuple[Path, bool]]:
-    """Each file once, and whether it was named itself."""
+    """Each file, and whether it was named itself."""
     for path in paths:
-        if not path.is_dir():
+        if not os.path.isdir(path):  # noqa: PTH112  `_file` tells of one that nobody may ask
             yield path, True
             continue
         found = sorted(_in_folder(path))
@@ -80,7 +83,7 @@ def _in_folder(folder: Path) -> Iterator[Path]:
             continue
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _NO_FOLDERS]
         found = (Path(root, name) for name in names if _IN_FOLDERS.fullmatch(name))
-        yield from (path for path in found if path.is_file() and not path.is_symlink())
+        yield from (one for one in found if os.path.isfile(one) and not one.is_symlink())  # noqa: PTH113
 
 
 def _file(path: Path, *, is_ours: bool) -> Read:

@@ -64,6 +64,12 @@ _DOCKERFILE = re.compile(r"(?:dockerfile|containerfile)(?:[._-].*)?|.*\.dockerfi
 _LAUNCHES = re.compile(
     r"^(?:export [A-Z_]+=|.*\b(?:accelerate launch|torchrun|llamafactory-cli|deepspeed)\b)", re.M
 )
+_STARTED = re.compile(
+    r"^(?:export )?\w+=\S* .*\b(?:accelerate launch|torchrun|llamafactory-cli|deepspeed"
+    r"|python[\d.]* (?:-\S+ )*\S+\.py)\b",
+    re.M,
+)
+"""A command behind a variable for it alone."""
 _SHEBANG = re.compile(r"#!.*\b(?:ba|da|z|k)?sh\b")
 
 
@@ -96,7 +102,7 @@ def of_text(path: PurePath, text: str) -> str:
     if next((line for line in said if not line.startswith("ARG ")), "").startswith("FROM "):
         return "dockerfile"
     if said and all(_VARIABLE.fullmatch(line.strip()) for line in said):
-        return "environment"
+        return "script" if _STARTED.search(text) else "environment"
     named = [line for line in lines if _PACKAGE.fullmatch(line.strip())]
     others = [line for line in lines if not _PACKAGE.fullmatch(line.strip())]
     if named and all(_OF_PACKAGES.fullmatch(line) or len(line.split()) == 1 for line in others):

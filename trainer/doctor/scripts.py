@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 
@@ -16,13 +17,19 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_BEFORE = _words("then do else elif if while until ! time exec nohup sudo env command stdbuf nice numactl")
-"""Words before a command that do not change which it is."""
+_BEFORE = _words(
+    "then do else elif if while until ! time exec nohup sudo env command stdbuf nice numactl srun timeout uv"
+)
+"""Words before a command that do not change which it is; options may follow them."""
+_OF_THOSE = re.compile(r"-.*|[\d.]+[smhd]?|run")
+"""Their options, a time, and `run` of `uv`."""
+_PYTHON_SWITCH = re.compile(r"-[BEIOSqsuv]+")
 _LAUNCHERS = _words("accelerate torchrun deepspeed llamafactory-cli axolotl trainer")
 _PYTHON = re.compile(r"python(?:3(?:\.\d+)?)?")
 _SWITCHES = _words(
     "module m no_python multi_gpu cpu use_deepspeed use_fsdp use_megatron_lm debug quiet standalone tpu"
-    " same_network no_local_rank save_pid enable_each_rank_log"
+    " same_network no_local_rank save_pid enable_each_rank_log use_cpu dynamo_use_fullgraph"
+    " dynamo_use_dynamic force_multi no_ssh"
 )
 """Options of launchers that take no value."""
 _PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
@@ -35,11 +42,11 @@ def script(text: str, place: str) -> Iterator[Document]:
     shell = shell_words.read(text)
     found = [Entry(path=("continuation", str(line)), value="broken", line=line) for line in shell.broken]
     training: list[Document] = []
-    for command in shell.commands:
+    for number, command in enumerate(shell.commands, 1):
         found += _variables(command)
         words = _plain(command)
         if words and words[0].text.rpartition("/")[2] == "docker":
-            found += _docker_run(words)
+            found += _docker_run(words, str(number))
         launched, options = _launched(words)
         found += launched
         if options:
@@ -89,18 +96,27 @@ def _variables(command: Sequence[Word]) -> Iterator[Entry]:
 
 
 def _plain(command: Sequence[Word]) -> list[Word]:
-    """A command from its program on."""
-    words = list(command)
-    while words and (words[0].text in _BEFORE or _ASSIGNMENT.fullmatch(words[0].text)):
-        words.pop(0)
-    return words
+    """A command from its program on: without variables, words like `srun`, and options of these."""
+    is_behind = takes_value = False
+    for position, word in enumerate(command):
+        name = word.text.rpartition("/")[2]
+        if name in _LAUNCHERS or name == "docker" or _PYTHON.fullmatch(name):
+            return list(command[position:])
+        is_option = is_behind and _OF_THOSE.fullmatch(word.text)
+        known = word.text in _BEFORE or _ASSIGNMENT.fullmatch(word.text)
+        if not (known or is_option or takes_value):
+            return list(command[position:])
+        is_behind = is_behind or word.text in _BEFORE
+        takes_value = bool(is_option) and name.startswith("-") and "=" not in name
+    return []
 
 
-def _docker_run(words: Sequence[Word]) -> Iterator[Entry]:
-    """Options of `docker run`, of those that concern shared memory and GPUs."""
+def _docker_run(words: Sequence[Word], number: str) -> Iterator[Entry]:
+    """Options of a `docker run`, the script's command of that number, about shared memory and GPUs."""
     if not any(word.text in ("run", "create") for word in words[1:4]):
         return
-    yield Entry(path=("docker", "run"), value=" ".join(word.text for word in words), line=words[0].line)
+    whole = " ".join(word.text for word in words)
+    yield Entry(path=("docker", number, "run"), value=whole, line=words[0].line)
     for position, word in enumerate(words):
         name, _, value = word.text.partition("=")
         if name in ("--ipc", "--shm-size", "--gpus", "-e", "--env"):
@@ -111,7 +127,7 @@ def _docker_run(words: Sequence[Word]) -> Iterator[Entry]:
                 if is_set:
                     yield Entry(path=("env", variable), value=text, line=word.line)
             else:
-                yield Entry(path=("docker", name.lstrip("-")), value=value, line=word.line)
+                yield Entry(path=("docker", number, name.lstrip("-")), value=value, line=word.line)
 
 
 def _launched(words: Sequence[Word]) -> tuple[list[Entry], list[Entry]]:
@@ -126,6 +142,8 @@ def _launched(words: Sequence[Word]) -> tuple[list[Entry], list[Entry]]:
         if not rest or (name == "accelerate" and rest[0].text != "launch"):
             return [], []
         rest = rest[1:]
+    if name == "python":
+        rest = list(itertools.dropwhile(lambda word: _PYTHON_SWITCH.fullmatch(word.text), rest))
     if name == "python" and len(rest) > 1 and rest[0].text == "-m":
         started = rest[1].text
         if started in ("torch.distributed.run", "torch.distributed.launch"):
@@ -155,7 +173,8 @@ def _split(words: Sequence[Word]) -> tuple[list[Entry], list[Entry]]:
         name = text.lstrip("-").replace("-", "_")
         if name in ("m", "module"):
             return _options(words[:position]), _options(words[position + 2 :])
-        position += 1 if "=" in text or name in _SWITCHES else 2
+        after = words[position + 1].text if position + 1 < len(words) else ""
+        position += 1 if "=" in text or name in _SWITCHES or after.endswith(".py") else 2
     return _options(words), []
 
 

@@ -262,7 +262,7 @@ def joined(
     `Ranks.connect`. At the end every rank waits for the others; after an error none does. `look` is called
     while others are not there yet, and may raise to end that. `on_end` is called on a thread of its own when
     another host is lost, or was asked to stop alone, and ends the process. Raises HardwareError where they
-    cannot meet.
+    cannot meet, and LostError where it is another host that is lost meanwhile.
     """
     if size == 1:
         yield ALONE
@@ -278,12 +278,14 @@ def joined(
                 _await(store, rank, size, look)
             else:
                 store = met(meeting, rank, size, look)
+                # NCCL waits there for rank 0, which may come to its first exchange long after the others
+                store.set_timeout(_TIMEOUT)
                 ranks = replace(ranks, lifeline=_lifeline(meeting, ranks, on_end))
             ranks = replace(ranks, host_group=_process_group(store, ranks, device))
     except RuntimeError as error:
         if status is not None:  # mostly because another one has ended, which says why
             status.wait_to_be_ended()
-        raise _unmet(size, meeting, error) from error
+        raise _unmet(ranks, error) from error
     with _losing(ranks.lifeline, status):
         yield ranks
         ranks.meet()
@@ -343,15 +345,18 @@ def _lifeline(meeting: Meeting, ranks: Ranks, on_end: Callable[[TrainerError], N
     return lifeline
 
 
-def _unmet(size: int, meeting: Meeting | None, error: RuntimeError) -> HardwareError:
+def _unmet(ranks: Ranks, error: RuntimeError) -> HardwareError | LostError:
+    """The error of processes that cannot connect: another machine's where that is lost meanwhile."""
+    if ranks.lifeline is not None and ranks.lifeline.shows_loss():
+        return LostError(f"another machine was lost while all connected ({error})", remedy=GO_ON)
     remedy = "see whether this machine lets programs connect over its loopback interface, or write 1"
-    if meeting is not None:
+    if ranks.hosts > 1:
         remedy = (
             "the machines must reach each other at any port, by the interface that GLOO_SOCKET_IFNAME names:"
             " `trainer plan` shows it"
         )
     return HardwareError(
-        f"the {size} processes of this run cannot connect to each other: {error}",
+        f"the {ranks.size} processes of this run cannot connect to each other: {error}",
         where="parallel.gpus",
         remedy=remedy,
     )

@@ -17,6 +17,8 @@ EXCHANGED_BYTES = 2**26
 """Bytes that the probe exchanges as gradients, and twice as many as their sums."""
 _IN_USE = 0.1
 """Share of a GPU's memory in use from which on others work on it: a display and the driver take less."""
+_SYSTEMS_SHARE = 0.1
+"""Share of the host's memory that its system has where nobody works on it; mostly it is less."""
 _ALIKE = 0.02
 """Share by which the memory of GPUs of one kind may differ: a display or ECC takes some of it."""
 
@@ -55,6 +57,12 @@ class HostMemory:
     total_bytes: int
     available_bytes: int
     cgroup_limit_bytes: int | None = None
+
+    def idle(self) -> HostMemory:
+        """The memory as if programs that can be ended used none of it."""
+        limit = self.total_bytes if self.cgroup_limit_bytes is None else self.cgroup_limit_bytes
+        free = min(limit, int((1 - _SYSTEMS_SHARE) * self.total_bytes))
+        return replace(self, available_bytes=max(self.available_bytes, free))
 
 
 @dataclass(frozen=True, kw_only=True)

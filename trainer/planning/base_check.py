@@ -198,9 +198,8 @@ def _problems(
             yield path, what, other
         for what in _bad_values(theirs, ours):
             yield path, what, _REMEDY
-        # weights have the same shapes with any number of heads, and classes have a default
-        for key in _HEADS:
-            if name != family.trained_component and ours.get(key) is not None and theirs.get(key) is None:
+        if name != family.trained_component:
+            for key in _without_heads(theirs, ours):
                 yield path, f"it does not say {key}", _REMEDY
         if name != family.trained_component and ours.get("eos_token_id") is not None:
             for what in _bad_ids(theirs, "eos_token_id", required="eos_token_id" in theirs):
@@ -255,15 +254,29 @@ def _bad_values(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[
             yield from (f"{key}.{what}" for what in _bad_values(value, our))
         elif needed := _needed(key, value, our):
             yield f"{key} is {value!r:.80}, and {needed}"
-    yield from _bad_positions(theirs)
+    yield from _bad_positions(theirs, ours)
 
 
-def _bad_positions(theirs: Mapping[str, Any]) -> Iterator[str]:
+def _without_heads(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
+    """Keys of numbers of heads that are left out, nested ones too: weights have the same shapes with any
+    number, and classes have a default.
+    """
+    for key, our in ours.items():
+        value = theirs.get(key)
+        if isinstance(our, dict) and isinstance(value, dict):
+            yield from (f"{key}.{one}" for one in _without_heads(value, our))
+        elif key in _HEADS and our is not None and value is None:
+            yield key
+
+
+def _bad_positions(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
     """Rotary embeddings that no head of attention can have, or another than the model was made with."""
     width, heads = theirs.get("hidden_size"), theirs.get("num_attention_heads")
-    dims, head = theirs.get("axes_dims_rope"), theirs.get("attention_head_dim")
+    head = theirs.get("attention_head_dim")
+    dims = theirs.get("axes_dims_rope", ours.get("axes_dims_rope"))  # left out: the class's own
     if isinstance(dims, list) and all(map(_is_number, dims)) and _is_number(head) and sum(dims) != head:
-        yield f"axes_dims_rope is {dims!r:.80}, which are {sum(dims)} and not attention_head_dim, {head}"
+        said = f"is {dims!r:.80}" if "axes_dims_rope" in theirs else "is left out"
+        yield f"axes_dims_rope {said}, which are {sum(dims)} and not attention_head_dim, {head}"
     for name in ("rope_parameters", "rope_scaling"):
         rope = theirs.get(name)
         if not isinstance(rope, dict):

@@ -136,10 +136,28 @@ def _with_nearest(
         with contextlib.suppress(DoesNotFitError):
             peak = gib(_parted(situation, swap=True)[0].chosen.peak_bytes)
             remedy = f"fits without {block_homes.NO_OFFLOAD} ({peak}); {remedy}"
-    (problem,) = error.problems
+    (problem,), taken = error.problems, _taken_bytes(situation, offload=offload)
+    if taken:
+        total = gib(situation.facts.memory.total_bytes)
+        once = f"other programs have {gib(taken)} of the host's {total}: it fits once they end"
+        remedy = f"{once}, or {remedy}" if nearest else once
     told = DoesNotFitError(problem.what, where=problem.where, remedy=remedy)
     told.least_bytes, told.budget_bytes, told.nearest = error.least_bytes, error.budget_bytes, nearest
+    told.taken_bytes = taken
     return told
+
+
+def _taken_bytes(situation: Situation, *, offload: bool) -> int:
+    """Host memory in bytes that other programs have, where the run fits once they end; else 0."""
+    facts, idle = situation.facts, situation.facts.memory.idle()
+    if idle == facts.memory:
+        return 0
+    alone = dataclasses.replace(situation, facts=dataclasses.replace(facts, memory=idle))
+    try:
+        _best(_obeying(alone, offload=offload))
+    except HardwareError:
+        return 0
+    return idle.available_bytes - facts.memory.available_bytes
 
 
 def _best(situation: Situation) -> Parted:

@@ -63,18 +63,23 @@ class Local:
     children: list[subprocess.Popen[bytes]] = field(default_factory=list, init=False)
     """Watchers that this process started, to be waited for."""
 
-    def submit(self, requests: Sequence[Request]) -> list[str]:
-        """Take in all of these jobs or none, behind all others; their numbers.
+    def submit(self, requests: Sequence[Request], *, in_place_of: Sequence[str] = ()) -> list[str]:
+        """Take in all of these jobs or none, behind all others; their numbers. Those in whose place they come
+        are forgotten then, as `forget` does.
 
         Raises ConfigError where a run folder is another job's, or GPUs are asked for that are not there.
         """
-        known = self.gpus()
+        known = self.gpus() if requests else ()
         with self._changing() as connection:
+            gone = [self._take_off(connection, job) for job in in_place_of]
             jobs = database.jobs(connection)
             for number, request in enumerate(requests):
                 self._require_possible(request, known)
                 self._require_own_folder(request, jobs, requests[:number])
-            return [str(self._insert(connection, request)) for request in requests]
+            numbers = [str(self._insert(connection, request)) for request in requests]
+        for job in gone:
+            shutil.rmtree(jobfiles.job_folder(self.folder, job), ignore_errors=True)
+        return numbers
 
     def _insert(self, connection: sqlite3.Connection, request: Request) -> int:
         (place,) = connection.execute("SELECT COALESCE(MAX(place), 0) + 1 FROM jobs").fetchone()
@@ -248,13 +253,15 @@ class Local:
 
         Raises ConfigError for one that runs.
         """
-        with self._changing() as connection:
-            one = _named(database.jobs(connection), job)
-            if self._seen(one).state in ALIVE:
-                raise ConfigError(f"{label(one)} runs", where="queue", remedy="stop it first")
-            connection.execute("DELETE FROM leases WHERE job = ?", (one.id,))
-            connection.execute("DELETE FROM jobs WHERE id = ?", (one.id,))
-        shutil.rmtree(jobfiles.job_folder(self.folder, one.id), ignore_errors=True)
+        self.submit((), in_place_of=[job])
+
+    def _take_off(self, connection: sqlite3.Connection, job: str) -> int:
+        one = _named(database.jobs(connection), job)
+        if self._seen(one).state in ALIVE:
+            raise ConfigError(f"{label(one)} runs", where="queue", remedy="stop it first")
+        connection.execute("DELETE FROM leases WHERE job = ?", (one.id,))
+        connection.execute("DELETE FROM jobs WHERE id = ?", (one.id,))
+        return one.id
 
     def start_due(self) -> list[Job]:
         """Give back the GPUs of runs that ended, and start the jobs whose turn it is; gives these.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, StorageError
 from trainer.files import atomic
 
 TOKEN_FILE = "token"
@@ -62,7 +63,7 @@ class Access:
         self._folder, self._clock, self._lock = folder, clock, threading.Lock()
         self._wrong, self._next_try = 0, 0.0
         self.made = not (folder / TOKEN_FILE).exists()
-        self.token = _new_token(folder) if self.made else _read_token(folder)
+        self.token = _new_token(folder / TOKEN_FILE) if self.made else _read_token(folder)
         self._sessions = {} if self.made else self._read_sessions()
 
     @property
@@ -117,11 +118,14 @@ class Access:
 
     def rotate(self) -> str:
         """Replace the token and end every session; gives the cookie of a new one, which no wait holds up:
-        who asks is in.
+        who asks is in. Raises StorageError, and the old token and its sessions stay.
         """
         with self._lock:
-            (self._folder / TOKEN_FILE).unlink()
-            self.token, self._sessions = _new_token(self._folder), {}
+            beside = self._folder / f"{TOKEN_FILE}.new"
+            beside.unlink(missing_ok=True)
+            token = _new_token(beside)
+            beside.replace(self._folder / TOKEN_FILE)
+            self.token, self._sessions = token, {}
             return self._begun()
 
     @property
@@ -146,18 +150,24 @@ class Access:
     def _write_sessions(self) -> None:
         now = self._clock()
         self._sessions = {key: end for key, end in self._sessions.items() if end > now}
-        atomic.write_text(self._folder / _SESSIONS_FILE, json.dumps(self._sessions))
+        path = self._folder / _SESSIONS_FILE
+        try:
+            atomic.write_text(path, json.dumps(self._sessions))
+        except StorageError:  # on a full disk they end with the studio, and those that ended do not come back
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
 
-def _new_token(folder: Path) -> str:
+def _new_token(path: Path) -> str:
     token = secrets.token_urlsafe(_TOKEN_BYTES)
-    descriptor = os.open(folder / TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(token + "\n")
+    with atomic.no_space_told(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(token + "\n")
     return token
 
 

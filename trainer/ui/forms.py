@@ -6,13 +6,15 @@ form of every key is a layer of those that somebody typed, and nothing has to be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from trainer.config import fields
 from trainer.config.reading import strict_yaml
 from trainer.config.reading.layers import Layer, emptied
+from trainer.config.reading.paths import begun_at
 from trainer.config.schema import RunConfig
 from trainer.config.tree import KeyPath, Node, at, merge
 from trainer.errors import Problem
@@ -174,8 +176,14 @@ def _kind(kinds: Sequence[str], words: Sequence[str]) -> Kind:
     return "path" if "path" in kinds else "text"
 
 
-def layer(form: Sequence[Section], typed: Mapping[str, str], below: Node | None) -> Layer:
-    """The layer of what was typed, by key; blanks write nothing.
+def layer(
+    form: Sequence[Section],
+    typed: Mapping[str, str],
+    below: Node | None,
+    root_of: Callable[[str], Path] | None = None,
+) -> Layer:
+    """The layer of what was typed, by key; blanks write nothing. `root_of` a key is where its relative paths
+    begin.
 
     `below` is the list of data sets in the layers below: one of which something is typed is written again,
     whole, because lists do not merge. Keys that the form does not have are no problem here: they are not
@@ -191,6 +199,7 @@ def layer(form: Sequence[Section], typed: Mapping[str, str], below: Node | None)
         problems += wrong
         if node is None:
             continue
+        node = node if root_of is None else begun_at(node, root_of(field.key), path)
         if not field.key.startswith(f"{SETS}."):
             tree = merge(tree, at(path, node))
             continue

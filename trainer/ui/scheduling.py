@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -46,16 +47,16 @@ def _keep_running(studio: Studio, over: threading.Event) -> None:
     words = python("-m", "trainer.engine.comparing.tied", str(os.getpid()), *python(*_COMMAND))
     environ = environment.snapshot() | {webhook.FILE_VARIABLE: str(webhook_file(studio))}
     while not over.is_set():
-        with (studio.folder / LOG_FILE).open("ab") as log:
-            # in a group of its own no Ctrl-C of the terminal reaches it: it is asked below, or by the kernel
-            try:
+        try:
+            with (studio.folder / LOG_FILE).open("ab") as log:
+                # in a group of its own no Ctrl-C reaches it: it is asked to end below, or by the kernel
                 child = subprocess.Popen(
                     words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, process_group=0
                 )
-            except OSError as error:  # too many processes, say
-                log.write(f"queue: no process can be started: {error}\n".encode())
-                over.wait(_PAUSE_SECONDS)
-                continue
+        except OSError as error:  # too many processes or open files, say
+            print(f"queue: no process can be started: {error}", file=sys.stderr, flush=True)
+            over.wait(_PAUSE_SECONDS)
+            continue
         while child.poll() is None and not over.wait(_LOOK_SECONDS):
             pass
         if child.returncode is not None:

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -113,19 +114,21 @@ class Seats:
 
     def __init__(self) -> None:
         self._taken: Counter[str] = Counter()
+        self._lock = threading.Lock()
 
     def take(self, session: str) -> bool:
         """Take a seat; False where MOST_STREAMS are taken."""
-        if self._taken[session] >= MOST_STREAMS:
-            return False
-        self._taken[session] += 1
-        return True
+        with self._lock:
+            free = self._taken[session] < MOST_STREAMS
+            self._taken[session] += free
+            return free
 
     def leave(self, session: str) -> None:
         """Give a seat back."""
-        self._taken[session] -= 1
-        if not self._taken[session]:
-            del self._taken[session]
+        with self._lock:
+            self._taken[session] -= 1
+            if not self._taken[session]:
+                del self._taken[session]
 
 
 async def events(

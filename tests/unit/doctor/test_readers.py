@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,6 +136,18 @@ def test_lines_of_words_and_a_backslash_that_continues_nothing() -> None:
         ("CUDA_VISIBLE_DEVICES=0 nohup python3 x.py --fp8=true &", "python", {"fp8": "true"}),
         ("llamafactory-cli train sft.yaml --learning-rate 1", "llamafactory-cli", {"learning_rate": "1"}),
         ("if x; then deepspeed --num_gpus 8 x.py --a; fi", "deepspeed", {"a": "true"}),
+        ("python -u x.py --lr 1", "python", {"lr": "1"}),
+        ("python -u -m torch.distributed.run --nproc_per_node=8 x.py --bf16", "torchrun", {"bf16": "true"}),
+        ("srun torchrun --nproc_per_node 8 x.py --a", "torchrun", {"a": "true"}),
+        ("srun --gres=gpu:8 -n 1 torchrun --nproc_per_node 8 x.py --a", "torchrun", {"a": "true"}),
+        ("numactl --cpunodebind=0 python x.py --a", "python", {"a": "true"}),
+        ("nohup nice -n 5 python x.py --a", "python", {"a": "true"}),
+        ("timeout 3600 env A=1 /opt/venv/bin/python x.py --a", "python", {"a": "true"}),
+        ("uv run --with a python x.py --a", "python", {"a": "true"}),
+        ("accelerate launch --num_processes 8 --use_cpu x.py --a", "accelerate", {"a": "true"}),
+        ("accelerate launch --dynamo_use_fullgraph -m x --a", "accelerate", {"a": "true"}),
+        ("accelerate launch --unknown_switch x.py --a", "accelerate", {"a": "true"}),
+        ("deepspeed --num_gpus 8 --force_multi x.py --a", "deepspeed", {"a": "true"}),
     ],
 )
 def test_launchers(text: str, launcher: str, options: dict[str, str]) -> None:
@@ -141,6 +156,12 @@ def test_launchers(text: str, launcher: str, options: dict[str, str]) -> None:
     assert entries["launcher.name"][0] == launcher
     assert entries.get("launcher.processes", ("8", 0))[0] == "8"
     assert {entry.name: entry.value for one in training for entry in one.entries} == options
+
+
+@pytest.mark.parametrize("text", ["sudo pip install deepspeed", "uv pip install deepspeed", "nice -n 5"])
+def test_what_launches_nothing(text: str) -> None:
+    assert [one.kind for one in scripts.script(text, "f")] == ["script"]
+    assert "launcher.name" not in lines(next(scripts.script(text, "f")).entries)
 
 
 def test_dockerfiles() -> None:
@@ -171,6 +192,8 @@ def test_dockerfiles() -> None:
         ("x", "#!/usr/bin/env bash\ntrue\n", "script"),
         ("x.txt", "a==1\nb @ file:///c\n-e d\n", "packages"),
         (".env", "A=1\n# b\nC=2\n", "environment"),
+        ("env.txt", "SSH_CONNECTION=1.2.3.4 50 5.6.7.8 22\nPYTHON=/usr/bin/python3\n", "environment"),
+        ("x.txt", "CUDA_VISIBLE_DEVICES=0 accelerate launch x\n", "script"),
         ("x.yaml", "a: 1\n", "unknown"),
         ("x.md", "# words\n", "unknown"),
         ("x", "", "unknown"),
@@ -190,6 +213,32 @@ def test_a_recorded_machine_is_one(tmp_path: Path) -> None:
     )
     assert broken.problems and broken.facts is None
     assert recognise.is_facts(json_text.entries(machine.read_text()))
+
+
+def test_a_file_is_read_once_however_it_is_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notes.yaml").write_text("a: 1\n")
+    monkeypatch.chdir(tmp_path)
+    found = read([tmp_path, Path("notes.yaml"), tmp_path / "notes.yaml"]).documents
+    assert [(one.kind, one.place) for one in found] == [("unknown", str(tmp_path / "notes.yaml"))]
+
+
+def test_what_lies_in_a_closed_folder_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel's answer, which root does not get."""
+    (tmp_path / "good.yaml").write_text("services: {}\n")
+    (tmp_path / "closed").mkdir()
+    stat = os.stat
+
+    def refused(path: str | Path | int, **options: Any) -> os.stat_result:
+        if not isinstance(path, int) and Path(path).parent.name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refused)
+    result = read([tmp_path / "closed/run.yaml", tmp_path])
+    assert [document.kind for document in result.documents] == ["compose"]
+    assert [(one.what, one.where) for one in result.problems] == [
+        ("cannot be read: Permission denied", str(tmp_path / "closed/run.yaml"))
+    ]
 
 
 def test_files_that_cannot_be_read_are_problems_and_others_are_read(tmp_path: Path) -> None:

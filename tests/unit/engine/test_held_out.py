@@ -14,7 +14,7 @@ import torch
 from trainer.engine.results import proof
 from trainer.engine.training import held_out
 from trainer.files import atomic
-from trainer.telemetry.sinks.records import ValidationRecord
+from trainer.telemetry.sinks.records import ValidationRecord, written_values
 from trainer.telemetry.status import Phase
 
 
@@ -186,6 +186,38 @@ def test_what_was_kept_after_the_step_that_a_run_goes_on_from_is_removed(tmp_pat
     held_out.restore_best(run, 250)
     assert list(tmp_path.iterdir()) == []
     assert said == ["best/ was kept at step 300, which this run has not reached: removed"]
+
+
+def test_the_lora_of_the_step_that_a_run_goes_on_from_takes_the_place_of_a_removed_one(
+    tmp_path: Path,
+) -> None:
+    """With another learning rate no later one may be as low again."""
+    said: list[str] = []
+    run: Any = SimpleNamespace(**{**vars(context(tmp_path)), "say": said.append})
+    samples: Any = SimpleNamespace(data="a")
+    records = [record(0, 0.1), record(100, 3.0), record(150, 1.0, "b"), record(200, 2.0), record(250, 2.5)]
+    rows = [written_values(one) for one in records]
+    for one in (*records[1:], record(300, 1.0)):
+        held_out.keep_best(run, one.step, one)
+    held_out.restore_best(run, 200)
+    assert kept(tmp_path) is None
+    said.clear()
+    assert held_out.lowest_now(run, rows[:4], samples, 200) == records[3]
+    held_out.keep_best(run, 200, records[3])
+    assert kept(tmp_path) == (200, 2.0)
+    assert held_out.lowest_now(run, rows, samples, 250) is None  # it is there
+    assert said == ["best so far: step 200, held-out loss 2"]
+    held_out.restore_best(run, 0)
+    assert held_out.lowest_now(run, rows, samples, 250) is None
+    told = (
+        "step 200 had the lowest held-out loss, 2, and its LoRA is gone: best/ is of the lowest from here on"
+    )
+    assert said[1:] == [told]
+    for other in (None, SimpleNamespace(data="c")):
+        assert held_out.lowest_now(run, rows, other, 200) is None
+    unwanted: Any = context(tmp_path, wanted=False)
+    assert held_out.lowest_now(unwanted, rows, samples, 200) is None
+    assert said[1:] == [told]
 
 
 @pytest.mark.parametrize("text", ["", '{"file": "x.saf', "[]", '{"file": "x.safetensors"}', '{"step": 1}'])

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from tests.e2e.hosts import meeting_port
+from trainer.engine import ranks as module
 from trainer.engine.meeting import lifeline, meeting
 from trainer.engine.meeting.lifeline import Lifeline
 from trainer.engine.meeting.meeting import Meeting, announce, met
-from trainer.engine.ranks import Ranks
+from trainer.engine.ranks import Ranks, joined
 from trainer.errors import (
     ConfigError,
     HardwareError,
@@ -255,6 +258,26 @@ def test_silence_is_a_lost_host(quick: None, harm: Callable[[Store], None], word
     assert len(lost) == 1 and isinstance(lost[0], LostError)  # once
 
 
+def test_a_store_that_answers_late_is_no_lost_host(quick: None) -> None:
+    """Host 0 stood still for a moment: torch gives up each question sooner than the host is lost."""
+
+    class Late(Store):
+        asked = 0
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            self.asked += 1
+            if self.asked in (3, 4):
+                time.sleep(0.2)
+                raise dist.DistStoreError("wait timeout after 200ms, keys: /alive 1, /alive 2")
+            return super().multi_get(keys)
+
+    store, lost = Late(), list[TrainerError]()
+    line = begin(store, lost)
+    assert after(lost, 1.5) == ""
+    assert store.asked > 10
+    line.end()
+
+
 def test_at_the_end_of_a_run_nobody_is_lost(quick: None) -> None:
     store, lost = Store(), list[TrainerError]()
     begin(store, lost).end()
@@ -361,3 +384,27 @@ def test_gpus_that_cannot_exchange_are_an_error_of_this_host_only_where_no_other
     with pytest.raises(PeerLostError if lost else HardwareError, match="remote process exited"):
         ranks.connect("meta")
     line.end()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_hosts_that_cannot_connect_are_an_error_of_this_host_only_where_no_other_one_is_lost(
+    lost: bool, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host may be lost after all have met, while the others connect to it."""
+    monkeypatch.setattr(lifeline, "BEAT_SECONDS", 0.2)
+    store, timeouts = Store(), list[datetime.timedelta]()
+
+    def fails(*_: object) -> None:
+        store.counting = not lost
+        raise RuntimeError("gloo: timed out connecting: SO_ERROR: Connection refused")
+
+    class Reached:
+        set_timeout = timeouts.append
+
+    monkeypatch.setattr(module, "met", lambda *_: Reached())
+    monkeypatch.setattr(module, "connected", lambda _: store)
+    monkeypatch.setattr(module, "_process_group", fails)
+    wanted, here = LostError if lost else HardwareError, place(0, 7, [], hosts=3)
+    with pytest.raises(wanted, match="Connection refused"), joined(0, 3, Path(), meeting=here):
+        pass
+    assert timeouts > [datetime.timedelta(days=1)]  # torch's library never gives up by itself

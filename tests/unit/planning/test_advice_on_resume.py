@@ -37,10 +37,10 @@ def began(folder: Path, *overrides: str) -> tuple[Loaded, Plan]:
     return found, plan
 
 
-def with_available(size: int) -> Facts:
-    """A DGX Spark of which so many GiB are free."""
+def with_memory(size: int) -> Facts:
+    """A smaller DGX Spark of so many GiB, all of them free."""
     facts = machine("dgx-spark")
-    memory = dataclasses.replace(facts.memory, available_bytes=size * GIB)
+    memory = dataclasses.replace(facts.memory, total_bytes=size * GIB, available_bytes=size * GIB)
     return dataclasses.replace(facts, memory=memory)
 
 
@@ -52,7 +52,7 @@ def advice(of: Loaded, plan: Plan) -> str:
 def test_of_a_plan_that_does_not_fit(tmp_path: Path) -> None:
     run, _ = began(tmp_path)
     with pytest.raises(HardwareError) as caught:
-        plan_run(continued(run), with_available(85), find_model=lambda _: None)
+        plan_run(continued(run), with_memory(85), find_model=lambda _: None)
     text = str(caught.value)
     assert START_AFRESH in text and "fits with" not in text and "use a machine" not in text
 
@@ -61,7 +61,7 @@ def test_what_a_checkpoint_lets_go_is_still_proposed(tmp_path: Path) -> None:
     began(tmp_path)
     kept = "features.activation_checkpointing=false"
     with pytest.raises(HardwareError) as caught:
-        plan_run(continued(asked(tmp_path, kept)), with_available(105), find_model=lambda _: None)
+        plan_run(continued(asked(tmp_path, kept)), with_memory(105), find_model=lambda _: None)
     remedy = caught.value.problems[0].remedy
     assert remedy.startswith("fits with features.activation_checkpointing: true (") and "fp8" not in remedy
 

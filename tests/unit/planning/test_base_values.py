@@ -34,6 +34,7 @@ SCHEDULER = "scheduler/scheduler_config.json"
         ("vae/config.json", {"block_out_channels": [8, [16], 16]}, "of each of it: a number is needed"),
         ("vae/config.json", {"mid_block_add_attention": None}, "mid_block_add_attention is null, and True"),
         ("transformer/config.json", {"axes_dims_rope": [4, 6, 8]}, "18 and not attention_head_dim, 16"),
+        ("transformer/config.json", {"axes_dims_rope": "GONE"}, "is left out, which are 128 and not att"),
         ("text_encoder/config.json", {"num_attention_heads": "GONE"}, "it does not say num_attention_heads"),
         ("text_encoder/config.json", {"return_dict": False}, "return_dict is False, and its outputs"),
         ("vae/config.json", {"block_out_channels": []}, "block_out_channels is [], and a list with values"),
@@ -91,6 +92,28 @@ def test_a_head_whose_width_is_null_is_a_share_of_the_model(
     content["text_config"]["rope_scaling"] = {"rope_type": "default", "mrope_section": [2, 3, 3]}
     file.write_text(json.dumps(content))
     plan(base, "qwen_image")
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "key"),
+    [
+        ("qwen_image_edit", "vision_config", "num_heads"),
+        ("qwen_image", "text_config", "num_attention_heads"),
+        ("flux2_dev", "vision_config", "num_attention_heads"),
+    ],
+)
+def test_a_nested_number_of_heads_that_is_left_out_is_told(
+    tiny_base: Callable[[str], Path], tmp_path: Path, family: str, part: str, key: str
+) -> None:
+    """The class's default would split the same weights into other heads."""
+    base = Path(shutil.copytree(tiny_base(family), tmp_path / "base"))
+    file = base / "text_encoder/config.json"
+    content = json.loads(file.read_text())
+    del content[part][key]
+    file.write_text(json.dumps(content))
+    with pytest.raises(AccessError, match=f"text_encoder: it does not say {part}.{key}") as caught:
+        plan(base, family)
+    assert str(file) in str(caught.value)
 
 
 def test_scales_of_other_channels_than_latents_are_told(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import stat
 from pathlib import Path
 
@@ -11,7 +13,8 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from tests.unit.ui.conftest import ORIGIN
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, NoSpaceError
+from trainer.files import atomic
 from trainer.ui.access import FREE_TRIES, SESSION_SECONDS, TOKEN_FILE, Access, TooManyTriesError
 
 
@@ -95,6 +98,36 @@ def test_a_logout_and_a_new_token_end_sessions(tmp_path: Path) -> None:
     assert Access(tmp_path).token == access.token != old
 
 
+def test_a_full_disk_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions end with the studio then, those that were kept too; the old token stays."""
+    access = Access(tmp_path)
+    one, token = access.log_in(access.token), access.token
+    write = atomic.write_text
+
+    def full(path: Path, text: str, *, sync: bool = True) -> None:
+        write(path, text, sync=sync)
+        path.unlink()
+        raise NoSpaceError("the disk is full", where=str(path))
+
+    monkeypatch.setattr(atomic, "write_text", full)
+    two = access.log_in(token)
+    assert two and access.session(two) is not None
+    access.log_out(access.session(one or "").key)  # type: ignore[union-attr]
+    assert access.session(two) is not None and Access(tmp_path).open_sessions == 0
+    monkeypatch.setattr(os, "open", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(NoSpaceError):
+        access.rotate()
+    assert access.token == token == Access(tmp_path).token and access.session(two) is not None
+
+
+def test_a_new_token_needs_no_old_file(tmp_path: Path) -> None:
+    access = Access(tmp_path)
+    (tmp_path / TOKEN_FILE).unlink()
+    (tmp_path / f"{TOKEN_FILE}.new").write_text("half")
+    assert access.session(access.rotate()) is not None
+    assert Access(tmp_path).token == access.token and not (tmp_path / f"{TOKEN_FILE}.new").exists()
+
+
 def test_wrong_tokens_are_waited_for_longer_and_longer(tmp_path: Path) -> None:
     clock = Clock()
     access = Access(tmp_path, clock=clock)
@@ -149,3 +182,9 @@ def test_a_logout_ends_the_session_for_good(client: TestClient) -> None:
 def test_a_theme_leads_back_to_a_page_of_the_studio(client: TestClient, referer: str) -> None:
     location = client.post("/theme", data={"theme": "dark"}, headers={"Referer": referer}).headers["location"]
     assert location.startswith("/") and not location.startswith("//")
+
+
+def test_a_theme_leads_back_to_the_page_as_it_was_asked(client: TestClient) -> None:
+    for page in ("/compare?run=a&run=b", "/data"):
+        headers = {"Referer": f"{ORIGIN}{page}"}
+        assert client.post("/theme", data={"theme": "dark"}, headers=headers).headers["location"] == page

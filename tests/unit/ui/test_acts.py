@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import html
+import os
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,11 @@ from starlette.testclient import TestClient
 from tests.unit.queue.fakes import FakeLocal, FakeMachine, wanted
 from tests.unit.ui import made
 from trainer.config import environment
+from trainer.config.schema import RunConfig
+from trainer.config.writing.dump import dump
 from trainer.errors import Problem
 from trainer.machine.occupancy import GpuUse
+from trainer.queue import database
 from trainer.queue.database import Machine
 from trainer.queue.launcher import CPU, Request, State
 from trainer.queue.local import Local
@@ -359,6 +364,30 @@ def test_resume_adds_a_job_in_the_same_folder_and_then_releases_it(
     assert (again.id, seen.state) == (job.id, State.WAITING)
 
 
+def test_resume_goes_on_by_the_settings_that_the_run_keeps(client: TestClient, studio: Studio) -> None:
+    """It was continued by hand with other settings than its held job has; a second start writes the same."""
+    folder = quickstart(studio)
+    path = f"/runs/{identifier(studio.runs, folder)}"
+    client.post(f"{path}/resume")
+    queue = Local(folder=environment.queue_dir())
+    queue.hold("1")
+    config = folder / "config.resolved.yaml"
+    accepted = yaml.safe_load((queue.folder / "jobs/1/config.yaml").read_text())
+    config.write_text(dump(RunConfig.model_validate(accepted)))
+    later = time.time() + 5
+    os.utime(config, (later, later))
+    client.post(f"{path}/resume")
+    ((job, seen),) = queue.jobs()
+    assert (job.id, seen.state) == (1, State.WAITING)
+    queue.hold("1")
+    config.write_text(config.read_text().replace("max_train_steps: 240", "max_train_steps: 500"))
+    os.utime(config, (later, later))
+    assert client.post(f"{path}/resume").status_code == 303
+    ((job, seen),), (kept,) = queue.jobs(), configs(queue)
+    assert (job.id, seen.state, kept["train"]["max_train_steps"]) == (2, State.WAITING, 500)
+    assert not (queue.folder / "jobs/1").exists()
+
+
 def test_what_a_run_keeps_is_read_where_it_was_started_and_alone(
     client: TestClient, studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,6 +479,22 @@ def test_more_steps_take_the_place_of_a_held_job(client: TestClient, studio: Stu
     assert client.post(f"{path}/more", data={"steps": "5"}).status_code == 303
     ((job, seen),), (config,) = queue.jobs(), configs(queue)
     assert (job.id, seen.state, config["train"]["max_train_steps"]) == (2, State.WAITING, 245)
+
+
+def test_a_held_job_stays_where_more_steps_are_refused(client: TestClient, studio: Studio) -> None:
+    """Another job of the run waits: it was released after a second one was held."""
+    folder = quickstart(studio)
+    path = f"/runs/{identifier(studio.runs, folder)}"
+    client.post(f"{path}/resume")
+    queue = Local(folder=environment.queue_dir())
+    with database.transaction(queue.folder, None) as connection:
+        connection.execute(
+            "INSERT INTO jobs (place, name, group_name, run, working_folder, gpus, gpu_count, held)"
+            " SELECT 2, name, group_name, run, working_folder, gpus, gpu_count, 1 FROM jobs"
+        )
+    answer = client.post(f"{path}/more", data={"steps": "5"})
+    assert answer.status_code == 422 and "writes there" in answer.text
+    assert [seen.state for _, seen in queue.jobs()] == [State.WAITING, State.HELD]
 
 
 def test_a_length_in_epochs_becomes_steps_once_they_are_trained(client: TestClient, studio: Studio) -> None:

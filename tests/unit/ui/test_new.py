@@ -11,14 +11,16 @@ import pytest
 import yaml
 
 from tests.unit.data.pictures import write_pair
+from tests.unit.ui import made
 from trainer.cli import main
 from trainer.config import environment
+from trainer.data.sets.controls import control_folders
 from trainer.errors import ConfigError, DataError, ExitCode
 from trainer.planning.plan import MemoryRow
 from trainer.queue.local import Local
-from trainer.ui.studio import Studio
+from trainer.ui.studio import Studio, identifier
 from trainer.ui.views import new, planned
-from trainer.ui.views.asked import OWN, Asked
+from trainer.ui.views.asked import OWN, Asked, loaded_of
 from trainer.ui.views.foreign import brought
 from trainer.ui.views.new import NewRun, new_run
 
@@ -143,7 +145,7 @@ OUTSIDE = {
     "model.pretrained_model_name_or_path": ["/etc", "../models2", "a/.."],
     "data.chat_template": ["/etc/x.jinja", "../x.jinja"],
     "lora.init_from": ["/elsewhere/x.safetensors"],
-    "data.sets.0.control_dir": ["[/etc, /usr]"],
+    "data.sets.0.control_dir": ["[/etc, /usr]", "[a, ../x]"],
 }
 
 
@@ -281,6 +283,39 @@ def test_a_run_goes_to_the_queue_as_it_is(studio: Studio) -> None:
     assert (first.name, new_run(studio, asked("quickstart", facts="")).name) == ("quickstart", "quickstart-2")
 
 
+def test_a_new_run_like_this_has_the_settings_of_now(studio: Studio) -> None:
+    """Also in what stands beside the fields: the run went on with others since the form was shown."""
+    config = made.make_run(studio.runs / "cats", family="flux1_dev") / "config.resolved.yaml"
+    start, text = f"run:{identifier(studio.runs, config.parent)}", config.read_text()
+    for steps in ("300", "999"):
+        config.write_text(text.replace("max_train_steps: 300", f"max_train_steps: {steps}"))
+        assert shown(new_run(studio, Asked(start=start)), "train.max_train_steps").below == steps
+
+
+@pytest.mark.parametrize(
+    ("typed", "places"), [("cats", ["cats"]), ("[cats, 'a, b', {data}/dogs]", ["cats", "a, b", "dogs"])]
+)
+def test_paths_of_lists_lie_below_the_root(studio: Studio, typed: str, places: list[str]) -> None:
+    text = typed.format(data=studio.data)
+    loaded, problems = loaded_of(studio, asked("flux1_kontext_lora", data__sets__0__control_dir=text))
+    assert loaded is not None, problems
+    assert control_folders(loaded.config.data.sets[0].control_dir) == tuple(
+        studio.data / one for one in places
+    )
+
+
+def test_control_images_of_previews_lie_below_the_root(studio: Studio) -> None:
+    typed = {"validation__control_images": f"cats/a.png\n[cats/b.png, {studio.data}/c.png]"}
+    loaded, problems = loaded_of(
+        studio, asked("flux1_kontext_lora", **typed, validation__prompts="a cat\na dog")
+    )
+    assert loaded is not None, problems
+    data = studio.data
+    assert loaded.config.validation.control_images == (
+        data / "cats/a.png", (data / "cats/b.png", data / "c.png")
+    )  # fmt: skip
+
+
 def test_a_shipped_start_has_its_files_wherever_the_studio_was_started(
     studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,6 +402,10 @@ def test_a_file_of_ai_toolkit_is_translated_by_name(studio: Studio) -> None:
             },
         ),
         (MUSUBI, {"lora.rank": "8", "train.learning_rate": "3e-4", "train.max_train_steps": "90"}),
+        (f"CUDA_VISIBLE_DEVICES=0 {MUSUBI}", {"lora.rank": "8", "train.max_train_steps": "90"}),
+        (MUSUBI.replace("accelerate launch", "python3"), {"lora.rank": "8"}),
+        (MUSUBI.replace("accelerate launch", "python -u"), {"lora.rank": "8"}),
+        (MUSUBI.replace("accelerate launch", "A=1 python3 -u"), {"lora.rank": "8"}),
         ('{"train": {"steps": 70}}', {"train.max_train_steps": "70"}),
     ],
 )

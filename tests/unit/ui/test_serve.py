@@ -170,6 +170,21 @@ def test_what_starts_jobs_is_started_again_beside_another_and_knows_the_webhook(
     assert set(said.read_text().splitlines()) == {f"{studio.folder / 'webhook'} None"}
 
 
+def test_what_starts_jobs_is_started_once_its_log_can_be_opened(
+    studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, said = tmp_path / "program.py", tmp_path / "said"
+    program.write_text("import sys\nopen(sys.argv[1], 'a')\n")
+    monkeypatch.setattr(scheduling, "_COMMAND", (str(program), str(said)))
+    monkeypatch.setattr(scheduling, "_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(scheduling, "_LOOK_SECONDS", 0.1)
+    assert not studio.folder.exists()
+    with scheduling.scheduling(studio):
+        time.sleep(0.5)
+        studio.folder.mkdir()
+        wait_for(said.exists)
+
+
 @pytest.mark.parametrize(
     ("words", "starts", "queue"),
     [([], True, True), (["--no-queue"], True, False), (["--runs-elsewhere"], False, False)],

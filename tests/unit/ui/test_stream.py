@@ -6,8 +6,10 @@ import asyncio
 import json
 import math
 import random
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +242,23 @@ def test_a_session_has_its_seats_and_no_more() -> None:
     assert seats.take("b"), "another session has its own"
     seats.leave("a")
     assert seats.take("a") and not seats.take("a")
+
+
+def test_seats_are_counted_whichever_threads_take_them() -> None:
+    seats, interval = Seats(), sys.getswitchinterval()
+
+    def sit(_: int) -> None:
+        for _ in range(30_000):
+            if seats.take("a"):
+                seats.leave("a")
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(sit, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert not seats._taken
 
 
 def test_a_stream_ends_and_leaves_its_seat_when_the_browser_does(

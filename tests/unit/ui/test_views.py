@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from trainer.telemetry.rundir import LOCK_FILE
 from trainer.telemetry.runs import read_run
 from trainer.telemetry.status import STATUS_FILE, Phase, read_status
 from trainer.ui.studio import Studio, UnknownIdError, found_by_id, identifier
-from trainer.ui.views import state
+from trainer.ui.views import runs, state
 from trainer.ui.views.job import job_view
 from trainer.ui.views.runs import runs_view
 from trainer.ui.views.state import PHASES, REMEDIES, remedy, row_look, signature, state_view
@@ -226,6 +227,26 @@ def test_the_log_is_filtered_by_level(studio: Studio) -> None:
     ]
     assert [line.level for line in job_view(studio, run, level="error").log] == ["error", "critical"]
     assert len(job_view(studio, run, level="nonsense").log) == 5
+
+
+def test_a_log_tells_the_time_of_this_machine(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = made.make_run(studio.runs / "cats")
+    with (folder / "log.jsonl").open("a") as file:
+        file.write('{"time": "0001-01-01T00:00:00+00:00"}\n{"time": 5}\n')
+    with monkeypatch.context() as patched:
+        patched.setenv("TZ", "Asia/Tokyo")
+        time.tzset()
+        log = job_view(studio, identifier(studio.runs, folder)).log
+    time.tzset()
+    assert [line.time for line in log][1:] == ["01:05:12", log[2].time, ""]
+
+
+def test_a_run_that_vanishes_breaks_no_list(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = made.make_run(studio.runs / "cats")
+    found = runs.run_folders(studio)
+    shutil.rmtree(folder)
+    monkeypatch.setattr(runs, "run_folders", lambda *_: found)
+    assert names(studio) == ["cats"]
 
 
 def test_a_signature_changes_with_everything_that_a_page_shows(studio: Studio, tmp_path: Path) -> None:

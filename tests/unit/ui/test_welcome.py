@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import html
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,7 +17,7 @@ from starlette.testclient import TestClient
 from trainer.queue.launcher import State
 from trainer.queue.local import Local
 from trainer.ui.studio import Studio
-from trainer.ui.views.welcome import add_quickstart, welcome_view
+from trainer.ui.views.welcome import _shipped, add_quickstart, welcome_view
 
 ROOT = Path(__file__).resolve().parents[3]
 MACHINES = ROOT / "tests/golden/machines"
@@ -110,6 +113,28 @@ def test_bases_are_those_on_this_disk(
     assert states.pop("Qwen/Qwen3-8B") == "partial", "its weights are not there"
     assert set(states.values()) == {"absent"} and "black-forest-labs/FLUX.1-dev" in states
     assert view.folders == ("flux",)
+
+
+def test_closed_folders_and_variables_of_runs_keep_nobody_out(
+    client: TestClient, studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk's lost+found and another's home, by the kernel's answer, which root does not get."""
+    closed, stat = {studio.models / "lost+found", tmp_path / "home"}, os.stat
+    for folder in closed:
+        folder.mkdir()
+
+    def refused(path: str | Path | int, **options: Any) -> os.stat_result:
+        if not isinstance(path, int) and not closed.isdisjoint(Path(path).parents):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    _shipped.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home/x"))
+    monkeypatch.setenv("TRAINER__MODEL__PRETRAINED_MODEL_NAME_OR_PATH", str(tmp_path / "absent"))
+    monkeypatch.setattr(os, "stat", refused)
+    for page in ("/welcome", "/settings", "/new"):
+        assert client.get(page).status_code == 200, page
+    _shipped.cache_clear()
 
 
 def test_a_page_without_a_scheduler_says_how_one_starts(client: TestClient) -> None:

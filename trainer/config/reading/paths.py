@@ -25,15 +25,16 @@ def taken_from(layer: Layer, folder: Path | None) -> Layer:
     A text that may be a name is a path where it leads to something from there.
     """
     tree, problems = layer
-    return (tree if tree is None or folder is None else _below(tree, folder, ())), problems
+    return (tree if tree is None or folder is None else begun_at(tree, folder, ())), problems
 
 
-def _below(node: Node, folder: Path, path: KeyPath) -> Node:
+def begun_at(node: Node, folder: Path, path: KeyPath) -> Node:
+    """The value of the key `path` with its relative paths taken from `folder`, as `taken_from` takes them."""
     value = node.value
     if isinstance(value, dict):
-        return replace(node, value={key: _below(one, folder, (*path, key)) for key, one in value.items()})
+        return replace(node, value={key: begun_at(one, folder, (*path, key)) for key, one in value.items()})
     if isinstance(value, list):
-        every = [_below(one, folder, (*path, str(place))) for place, one in enumerate(value)]
+        every = [begun_at(one, folder, (*path, str(place))) for place, one in enumerate(value)]
         return replace(node, value=every)
     if not isinstance(value, str) or not value.strip() or value.startswith(("/", "~")):
         return node

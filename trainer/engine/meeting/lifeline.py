@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from trainer.errors import LostError, StoppedError, TrainerError
 
 BEAT_SECONDS = 5.0
@@ -129,6 +131,8 @@ class Lifeline:
                         return
                     self._store.set(f"alive {self._rank}", f"{count} {int(self._waits())}")
                 told = [text.decode() for text in self._store.multi_get(keys)]
+            except dist.DistStoreError:  # host 0 may stand still, and go on before it is lost
+                continue
             except RuntimeError as error:
                 with self._lock:
                     self._broken, self._broken_since = str(error).splitlines()[0], time.monotonic()

@@ -141,7 +141,8 @@ class Graphs:
             with self._aside():
                 return self.compute(batch, draw, weight)
         self.drop()
-        loss = self.compute(batch, draw, weight)
+        with self._on_stream():
+            loss = self.compute(batch, draw, weight)
         self._with_tables.add(key)
         torch.cuda.empty_cache()
         return loss
@@ -169,20 +170,30 @@ class Graphs:
         self._pool = _Pool()
 
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        """On the graphs' stream and in their pool, between the work queued before and after."""
+    def _on_stream(self) -> Iterator[None]:
+        """On the graphs' stream, between the work queued before and after.
+
+        No backward runs on another: a parameter's node in autograd's graph is of the stream that made it, and
+        lives as long as any graph with it, be it garbage. One of another stream would end a capture.
+        """
         outside = torch.cuda.current_stream()
         self._stream.wait_stream(outside)
         try:
-            # backward in a thread of its own would allocate elsewhere
-            with (
-                torch.cuda.stream(self._stream),
-                torch.cuda.use_mem_pool(self._pool),  # type: ignore[arg-type]  # of which it reads the id
-                torch.autograd.set_multithreading_enabled(False),
-            ):
+            with torch.cuda.stream(self._stream):
                 yield
         finally:
             outside.wait_stream(self._stream)
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """On the graphs' stream and in their pool."""
+        # backward in a thread of its own would allocate elsewhere
+        with (
+            self._on_stream(),
+            torch.cuda.use_mem_pool(self._pool),  # type: ignore[arg-type]  # of which it reads the id
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            yield
 
     def _capture(self, batch: Batch, draw: Draw | None, weight: torch.Tensor) -> _Captured:
         """Record `compute` without running it."""

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from trainer.telemetry.sinks.records import ValidationRecord, written_values
 from trainer.telemetry.status import Phase
 
 _DRAWS = 4
+_OF_RECORD = tuple(one.name for one in dataclasses.fields(ValidationRecord))
 _NEW, _OLD = f"{FOLDER}.tmp", f"{FOLDER}.old"
 _TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 """Largest relative difference between the loss in training and from the file, without joined layers."""
@@ -166,9 +167,8 @@ def _exp(loss: float) -> float:
 
 def keep_best(context: Context, model: Any, record: ValidationRecord) -> None:
     """Write the adapter as it is where no kept one has a lower loss on the same held-out samples."""
-    run_dir, config = context.run_dir, context.config
-    wanted = config.checkpoint.keep_best and config.method == "lora"
-    if not wanted or not math.isfinite(record.validation_loss):
+    run_dir = context.run_dir
+    if not _is_wanted(context) or not math.isfinite(record.validation_loss):
         return
     folder, new, old = run_dir / FOLDER, run_dir / _NEW, run_dir / _OLD
     kept = read_best(run_dir)
@@ -195,6 +195,38 @@ def keep_best(context: Context, model: Any, record: ValidationRecord) -> None:
         atomic.sync_directory(run_dir)
         shutil.rmtree(old, ignore_errors=True)
     context.say(f"best so far: step {record.step}, held-out loss {record.validation_loss:.4g}")
+
+
+def _is_wanted(context: Context) -> bool:
+    return context.config.checkpoint.keep_best and context.config.method == "lora"
+
+
+def lowest_now(
+    context: Context, rows: Sequence[Mapping[str, Any]], held_out: HeldOut | None, step: int
+) -> ValidationRecord | None:
+    """The held-out loss of `step`, from which a run goes on, where it is the lowest of the log's `rows`.
+
+    Its LoRA can be kept again, whose place one of a later step may have taken that was removed since.
+    Says so where another step's is the lowest and its LoRA is not kept any more.
+    """
+    measured = [
+        row
+        for row in rows
+        if held_out is not None
+        and row["step"] > 0
+        and row.get("validation_data") == held_out.data
+        and row.get("validation_loss") is not None
+    ]
+    if not measured or not _is_wanted(context):
+        return None
+    least, kept = min(measured, key=lambda row: row["validation_loss"]), read_best(context.run_dir)
+    if least["step"] == step:
+        return ValidationRecord(**{name: least[name] for name in _OF_RECORD if name in least})
+    data, loss = least["validation_data"], least["validation_loss"]
+    if kept is None or kept["validation_data"] != data or kept["validation_loss"] > loss:
+        what = f"step {least['step']} had the lowest held-out loss, {loss:.4g}, and its LoRA is gone"
+        context.say(f"{what}: {FOLDER}/ is of the lowest from here on")
+    return None
 
 
 def restore_best(context: Context, step: int) -> None:

@@ -40,6 +40,9 @@ def look_before(run: Run, state: State) -> None:
         run.journal.log_validation(record)
         when = f"of step {step}, measured now" if step else "before the first step"
         context.say(f"held-out loss {when}: {record.validation_loss:.4f}{of_tokens(written_values(record))}")
+    elif lowest := held_out.lowest_now(context, rows, run.held_out, step):
+        with beside_training(run):
+            held_out.keep_best(context, run.built.model, lowest)
     if draws:
         _draw(run, state)
     _stop_early(run, state)

@@ -43,6 +43,8 @@ class DoesNotFitError(HardwareError):
     """Bytes that the smallest one is compared with."""
     nearest: tuple[Nearest, ...] = ()
     """Changes that make it fit, of the plan's own error."""
+    taken_bytes: int = 0
+    """Host memory that other programs have, where the run fits without them; of the plan's own error."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,8 @@ _HELD_BY = ("JobHeldUser", "JobHeldAdmin", "held state", "JobHoldMaxRequeue")
 """Parts of reasons for which only a person lets a job start."""
 _GPU_RESOURCE = re.compile(r"\b(gpu|shard|mps)\b")
 """Slurm's names for GPUs and for shares of them."""
+_VARIABLE = "SBATCH_"
+"""Prefix of the variables from which sbatch takes options that are not written."""
 _AGAIN = "; added again, its run goes on from the newest checkpoint"
 # fmt: off
 _STATES: Mapping[str, Seen] = {
@@ -93,7 +95,7 @@ class Slurm:
             own.mkdir(parents=True, exist_ok=True)
         config = own / "config.yaml"
         atomic.write_text(config, request.config)
-        held = ("--hold",) if request.held else ()
+        held, environ = ("--hold",) if request.held else (), environment.snapshot()
         # sbatch replaces % in it
         output = str(own / "output.log").replace("%", "%%")
         words = (f"--job-name={request.name}", f"--chdir={request.working_folder}", f"--output={output}")
@@ -103,13 +105,13 @@ class Slurm:
                 "--parsable",
                 "--export=ALL",
                 *words,
-                *_gpus(request, self.options),
+                *_gpus(request, (*_own_options(environ), *self.options)),
                 *held,
                 *self.options,
                 str(SCRIPT),
                 str(config),
             ),
-            environment=_for_the_script(environment.snapshot()),
+            environment=_for_the_script(environ),
         )
         job = said.strip().partition(";")[0]
         if not job.isdecimal():
@@ -181,6 +183,12 @@ def _gpus(request: Request, options: Sequence[str]) -> tuple[str, ...]:
         return ()
     # a written number counts the GPUs of all nodes
     return (f"--gpus={request.count}" if request.count > 1 else "--gpus-per-node=1",)
+
+
+def _own_options(environ: Mapping[str, str]) -> list[str]:
+    """The options that sbatch takes from variables as SBATCH_GRES, as they would be written."""
+    own = {name.removeprefix(_VARIABLE): environ[name] for name in environ if name.startswith(_VARIABLE)}
+    return [f"--{name.lower().replace('_', '-')}={value}" for name, value in own.items() if value]
 
 
 def _name_gpus(options: Sequence[str]) -> bool:

@@ -6,7 +6,9 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -17,7 +19,7 @@ from trainer.data.sets.look import Picture, look
 from trainer.errors import DataError, Problem
 from trainer.files import atomic, codec
 from trainer.ui.datasets.places import Place, held, opened, writing_to
-from trainer.ui.datasets.snapshot import listed, read_settings
+from trainer.ui.datasets.snapshot import listed, pictures_by_id, read_settings
 
 TRASH_DAYS = 7
 _MOST_CHANGES = 200
@@ -76,7 +78,17 @@ def caption_file(picture: Picture) -> str:
     if picture.caption_from and not picture.in_file:
         what, remedy = f"the caption is in {picture.caption_from}", "turn the captions into .txt files first"
         raise DataError(what, where=picture.name, remedy=remedy)
-    return picture.caption_from or PurePosixPath(picture.name).with_suffix(".txt").as_posix()
+    return picture.caption_from or _beside(picture)
+
+
+def _beside(picture: Picture) -> str:
+    """Name of the .txt of a picture's name."""
+    return PurePosixPath(picture.name).with_suffix(".txt").as_posix()
+
+
+def _files_of(picture: Picture) -> list[str]:
+    """Names of the files that belong to a picture."""
+    return [name for name in (picture.caption_from, picture.mask, *picture.controls) if name]
 
 
 def caption_now(place: Place, name: str) -> Caption:
@@ -122,17 +134,31 @@ def captions_to_files(place: Place) -> None:
             what = "the metadata names the control images as well"
             raise DataError(what, where=str(place.folder), remedy="edit the captions there")
         rows = [one for one in pictures if one.caption and not one.in_file]
-        texts = {
-            PurePosixPath(one.name).with_suffix(".txt").as_posix(): (one.caption, NO_FILE) for one in rows
-        }
+        texts = {_beside(one): (one.caption, NO_FILE) for one in rows}
+        counts, remedy = Counter(map(_beside, rows)), "give each picture a name of its own"
+        if shared := [name for name, count in counts.items() if count > 1]:
+            what = "the captions of several pictures would be this file"
+            raise DataError(capped([Problem(what=what, where=name, remedy=remedy) for name in shared]))
         files = sorted({one.caption_from.rpartition(":")[0] for one in rows})
         _write_captions(place, texts, "captions into .txt files", to_trash=files)
 
 
 def delete(place: Place, pictures: Sequence[Picture]) -> None:
-    """Move pictures and their .txt files to the trash, from where they go for good after TRASH_DAYS."""
+    """Move pictures to the trash, from where they go for good after TRASH_DAYS. Their .txt files, masks and
+    control images go along, but those that another picture has or whose folder is read-only.
+
+    Raises DataError where a caption is a row of metadata, which would be left without its picture.
+    """
+    for one in pictures:
+        caption_file(one)
     names = [one.name for one in pictures]
-    names += [one.caption_from for one in pictures if one.in_file]
+    others = [one for one in pictures_by_id(place).values() if one.name not in names]
+    kept = {name for one in others for name in (one.name, *_files_of(one))}
+    names += [
+        name
+        for name in dict.fromkeys(name for one in pictures for name in _files_of(one))
+        if name not in (*kept, *names) and os.access((place.root / name).parent, os.W_OK | os.X_OK)
+    ]
     what = f"{PurePosixPath(names[0]).name} deleted" if len(pictures) == 1 else f"{len(pictures)} deleted"
     with writing_to(place):
         trash = _trash(place, names)
@@ -277,6 +303,8 @@ def _is_there(place: Place, name: str) -> bool:
 def _write(place: Place, name: str, data: bytes) -> None:
     with held(place, name) as path, atomic.writing(path) as file:
         file.write(data)
+        if path.is_file() and not path.is_symlink():  # whoever may read and write it still may
+            os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
 
 
 def _trash(place: Place, names: Sequence[str]) -> tuple[tuple[str, str], ...]:

@@ -58,6 +58,8 @@ class Snapshot:
     """Whether the pictures were opened, not only listed."""
     asked: int = 0
     """Nanoseconds: which request to look it answers."""
+    folder_changed: int = 0
+    """Nanoseconds: the folder's time of change before it was listed."""
     pictures: tuple[Picture, ...] = ()
     strays: tuple[tuple[str, str], ...] = ()
     """Files that are no picture, and what is wrong with each."""

@@ -144,6 +144,7 @@ def _tidy(place: Place) -> None:
 
 
 def _look(place: Place, settings: Settings, asked: int, first: bool) -> None:
+    changed = place.folder.stat().st_mtime_ns
     found = snapshot.listed(place, settings)
     sizes = buckets(settings.resolution, settings.model.pixel_multiple)
     if first:
@@ -165,7 +166,7 @@ def _look(place: Place, settings: Settings, asked: int, first: bool) -> None:
     for path in (item.path for item in found.images if item.path in found.good):
         _keep_thumbnail(thumbnail_path(place.studio, found.good[path].content_sha256), path)
     pictures, strays = look(found, place.root, sizes)
-    result = Snapshot(complete=True, asked=asked, pictures=pictures, strays=strays)
+    result = Snapshot(complete=True, asked=asked, folder_changed=changed, pictures=pictures, strays=strays)
     snapshot.keep(place, snapshot.SNAPSHOT_NAME, result)
 
 

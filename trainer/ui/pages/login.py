@@ -78,9 +78,9 @@ def _log_out(request: Request) -> Response:
 
 async def _set_theme(request: Request) -> Response:
     theme = (await request.form()).get("theme")
-    # the guard let only our own pages through; of their address the path is taken alone
-    path = urlsplit(request.headers.get("referer", "/")).path
-    answer = RedirectResponse(f"/{path.lstrip('/')}", status_code=303)
+    # the guard let only our own pages through; of their address path and query are taken alone
+    page = urlsplit(request.headers.get("referer", "/"))
+    answer = RedirectResponse(f"/{page.path.lstrip('/')}?{page.query}".rstrip("?"), status_code=303)
     if theme in THEMES:
         answer.set_cookie(THEME_COOKIE, str(theme), max_age=_YEAR_SECONDS, httponly=True, samesite="strict")
     return answer

@@ -12,13 +12,14 @@
   const all = [...loss, ...heldOut].flat().filter((value) => value != null);
   const far = Math.min(...all) > 0 && Math.max(...all) > 20 * Math.min(...all);
   const hours = figure.dataset.over === "hours";
+  const along = hours ? short : String;
   let plot = null;
 
   // the value below the pointer, in the caption
   function told(u) {
     const place = u.cursor.idx;
     const values = place == null ? [] : marks.map((_, run) => [run, u.data[1 + run][place]]).filter(([, value]) => value != null);
-    output.textContent = values.length ? `${hours ? "hour" : "step"} ${short(u.data[0][place])}: ${values.map(([run, value]) => `${"ABCDEF"[run]} ${short(value)}`).join(", ")}` : "";
+    output.textContent = values.length ? `${hours ? "hour" : "step"} ${along(u.data[0][place])}: ${values.map(([run, value]) => `${"ABCDEF"[run]} ${short(value)}`).join(", ")}` : "";
   }
 
   function draw() {
@@ -32,7 +33,7 @@
     plot = new uPlot({
       width: figure.clientWidth, height: 320, legend: { show: false }, cursor: { y: false },
       scales: { x: { time: false }, y: far ? { distr: 3 } : {} },
-      axes: [{ ...axis, values: (u, some) => some.map(short) }, { ...axis, size: 62, values: (u, some) => some.map(short) }],
+      axes: [{ ...axis, values: (u, some) => some.map(along) }, { ...axis, size: 62, values: (u, some) => some.map(short) }],
       series: [
         {},
         ...styles.map((style, run) => ({ stroke: style.color, width: 2, dash: dashes[run], spanGaps: true, points: { show: false } })),

@@ -4,11 +4,23 @@
   const PART_FILES = 40, PART_BYTES = 200 * 1024 * 1024;
 
   // leaving a field sends it, unless a key or its button did
-  const sent = new WeakMap();
+  const sent = new WeakMap(), saving = new Set(), again = new Set();
   document.addEventListener("submit", (event) => {
-    const field = event.target.matches(".caption") && event.target.elements.caption;
-    if (field) sent.set(field, field.value);
+    const form = event.target, field = form.matches(".caption") && form.elements.caption;
+    if (!field) return;
+    if (saving.has(form)) {  // the answer that is on its way brings the ETag that this one has to send
+      event.preventDefault();
+      event.stopImmediatePropagation();
+      again.add(form);
+      return;
+    }
+    saving.add(form);
+    sent.set(field, field.value);
   }, true);
+  document.addEventListener("htmx:finally:request", ({ target: form }) => {
+    saving.delete(form);
+    if (again.delete(form) && form.querySelector(".saved") && !form.querySelector(".problem")) form.requestSubmit();
+  });
   document.addEventListener("change", (event) => {
     const field = event.target;
     if (field.matches(".caption textarea") && sent.get(field) !== field.value) field.form.requestSubmit();

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, reduce
+from functools import cache, lru_cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from trainer.errors import ConfigError, Problem
 from trainer.queue.database import read_jobs
 from trainer.ui import forms
 from trainer.ui.studio import Studio, UnknownIdError
-from trainer.ui.views.kept import kept_settings
-from trainer.ui.views.paths import outside, placed
+from trainer.ui.views.kept import Kept, kept_settings
+from trainer.ui.views.paths import outside, root_of
 from trainer.ui.views.runs import run_folder
 
 OWN = "own"
@@ -95,7 +95,8 @@ def below_of(studio: Studio, asked: Asked) -> Below:
     variables = tuple(sorted(one for one in environ if one[0].startswith(environment.CONFIG_PREFIX)))
     start = _start(studio, asked)
     folder = free_folder(studio, start.run) if start.run else None
-    return _remembered_below(studio, (asked.start, asked.own, asked.presets, typed), (variables, folder))
+    place = (variables, folder, start.kept)
+    return _remembered_below(studio, (asked.start, asked.own, asked.presets, typed), place)
 
 
 @lru_cache(maxsize=16)
@@ -160,6 +161,8 @@ class Start:
     """Name for the run's folder; empty where the file's own counts."""
     trusted: bool = True
     """Whether its paths may lie outside of the studio's roots."""
+    kept: Kept | None = None
+    """The settings of the run that it is."""
 
 
 def _start(studio: Studio, asked: Asked) -> Start:
@@ -174,7 +177,7 @@ def _start(studio: Studio, asked: Asked) -> Start:
         if kept is None:
             raise UnknownIdError(asked.start)
         layer = taken_from(_of_text(kept.text, folder.name), kept.working_folder)
-        return Start(name=folder.name, layer=layer, run=folder.name)
+        return Start(name=folder.name, layer=layer, run=folder.name, kept=kept)
     if asked.start not in starts():
         remedy = f"known: {', '.join(starts())}"
         problem = Problem(what=f'no configuration "{asked.start}"', where="start", remedy=remedy)
@@ -213,7 +216,7 @@ def loaded_of(studio: Studio, asked: Asked) -> tuple[Loaded | None, tuple[Proble
     trees = [tree for tree, _ in (*files, *chosen) if tree is not None]
     low = reduce(layers.merged, trees, Node(value={}, source=name)).get(("data", "sets"))
     form = form_of(count_of(None, asked))
-    own = forms.layer(form, placed(studio, form, asked.typed), low)
+    own = forms.layer(form, asked.typed, low, partial(root_of, studio))
     defaults, lora_presets = _known()
     # what such variables say of a run is in its file, over which they would lie again
     of_run = asked.start.startswith(RUN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -46,5 +47,5 @@ def _facts(tick: int) -> Facts:
 
 
 def there(path: Path) -> Path:
-    """The nearest folder above `path` that exists."""
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+    """The nearest folder above `path` that exists, and that this user can see."""
+    return next(one for one in (path, *path.parents) if os.path.isdir(one))  # noqa: PTH112

@@ -163,7 +163,7 @@ def look_view(studio: Studio, given: str) -> LookView:
         looked=latest is not None and latest.complete,
         is_looking=is_looking,
         failed=is_open and not is_looking,
-        is_old=latest is None or latest.asked < place.folder.stat().st_mtime_ns,
+        is_old=latest is None or latest.folder_changed != place.folder.stat().st_mtime_ns,
         progress=snapshot.read_progress(place) if is_looking else None,
     )
 

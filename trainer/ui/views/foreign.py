@@ -19,7 +19,7 @@ from trainer.ui.forms import SOURCE
 from trainer.ui.studio import Studio
 from trainer.ui.views.asked import OWN, Asked, form_of, problems_of, start_with, starts
 
-_FILE_OF = {"{": "configuration.json", "#!": "run.sh", "accelerate ": "run.sh", "python ": "run.sh"}
+_FILE_OF = {"{": "configuration.json"} | dict.fromkeys(("#!", "accelerate ", "python ", "python3 "), "run.sh")
 """Names that tell the kind of a text by its beginning."""
 _OF_A_SET = re.compile(r"`(\w+)` of a set|\{(\w+): ")
 _MOST_KEYS = 500

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -269,7 +270,15 @@ def _log(root: Path, folder: Path) -> Iterator[LogLine]:
             continue
         if isinstance(row, dict):
             text = "\n".join(str(row[name]) for name in ("message", "traceback") if name in row)
-            yield LogLine(str(row.get("time", ""))[11:19], str(row.get("level", "info")), text)
+            yield LogLine(_clock(str(row.get("time", ""))), str(row.get("level", "info")), text)
+
+
+def _clock(time: str) -> str:
+    """The time of day of a log's line where this machine is, as all others of the studio."""
+    try:
+        return datetime.datetime.fromisoformat(time).astimezone().strftime("%H:%M:%S")
+    except (ValueError, OverflowError):
+        return time[11:19]
 
 
 def _numbers(run: Run) -> tuple[tuple[int, tuple[str, ...]], ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trainer.config.reading.load import Loaded
@@ -33,7 +34,7 @@ def folders(studio: Studio) -> Mapping[str, tuple[str, ...]]:
 
 
 def _names(root: Path) -> tuple[str, ...]:
-    if not root.is_dir():
+    if not os.access(root, os.R_OK | os.X_OK):
         return ()
     names = (one.name for one in root.iterdir() if one.is_dir() and not one.name.startswith("."))
     # a page spells other letters out, and what it offers has to be the name itself
@@ -43,19 +44,6 @@ def _names(root: Path) -> tuple[str, ...]:
 def takes_folder(field: forms.Field) -> bool:
     """True for fields whose value may be a folder of base models or of pictures."""
     return field.key == MODEL or field.key.endswith((".img_dir", ".control_dir", ".mask_dir"))
-
-
-def placed(studio: Studio, form: Sequence[forms.Section], typed: Mapping[str, str]) -> Mapping[str, str]:
-    """Texts of fields, with relative paths put below their root; a base model's only where it is there."""
-    found = dict(typed)
-    for one in (one for section in form for one in section.fields):
-        text = typed.get(one.key, "").strip()
-        if not text or text in (*one.words, "~", "null") or text.startswith(("/", "~", "[")):
-            continue
-        path = root_of(studio, one.key) / text
-        if one.kind == "path" or (one.key == MODEL and path.is_dir()):
-            found[one.key] = str(path)
-    return found
 
 
 def outside(studio: Studio, loaded: Loaded, trusted: str) -> Iterator[Problem]:

@@ -102,7 +102,8 @@ def _row(root: Path, folder: Path, changes: tuple[object, ...]) -> RunRow:
         seconds_per_step=pace,
         seconds_left=left,
         preview=(first_of_last.step, first_of_last.number) if first_of_last else None,
-        changed_unix_seconds=max(stamp[0] for stamp in changes if isinstance(stamp, tuple)) / 1e9,
+        # none of a run that vanished at this moment
+        changed_unix_seconds=max((one[0] for one in changes if isinstance(one, tuple)), default=0) / 1e9,
     )
 
 

@@ -127,7 +127,7 @@ def _root(name: str, path: Path, written: bool) -> Root:
     problem = ""
     if written and not os.access(existing, os.W_OK | os.X_OK):
         problem = "this user may not write there"
-    elif not written and not path.is_dir():
+    elif not written and not os.path.isdir(path):  # noqa: PTH112
         problem = "it is not there"
     return Root(name=name, path=str(path), problem=problem, free_bytes=shutil.disk_usage(existing).free)
 

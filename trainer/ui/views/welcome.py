@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,7 +153,8 @@ def _checks(facts: Facts) -> list[Check]:
 @functools.cache
 def _shipped(family: str) -> Loaded:
     """A configuration of the family as it is shipped; its base is what the page asks for."""
-    return load_config([presets.shipped_folder() / f"{family}_lora.yaml"])
+    path = presets.shipped_folder() / f"{family}_lora.yaml"
+    return load_config([path], environ=environment.without_settings())
 
 
 def _base(name: str) -> BaseView:
@@ -173,13 +175,13 @@ def _base(name: str) -> BaseView:
 
 def _folders(models: Path) -> tuple[str, ...]:
     """Folders right below the root that hold a base model by their index."""
-    if not models.is_dir():
+    if not os.access(models, os.R_OK | os.X_OK):
         return ()
     indexes = ("model_index.json", "config.json")
     return tuple(
         sorted(
             one.name
             for one in models.iterdir()
-            if not one.is_symlink() and any((one / index).is_file() for index in indexes)
+            if not one.is_symlink() and any(os.path.isfile(one / index) for index in indexes)  # noqa: PTH113
         )
     )

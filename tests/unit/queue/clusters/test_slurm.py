@@ -225,6 +225,31 @@ def test_gpus_that_the_user_names_are_the_jobs(
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "ours"),
+    [
+        ("SBATCH_GRES", "gpu:a100:2", False),
+        ("SBATCH_GPUS", "2", False),
+        ("SBATCH_GPUS_PER_NODE", "2", False),
+        ("SBATCH_GPUS_PER_TASK", "2", False),
+        ("SBATCH_GRES", "tmpfs:100G", True),
+        ("SBATCH_GRES_FLAGS", "enforce-binding", True),
+        ("SBATCH_GPU_BIND", "none", True),
+        ("SBATCH_GPUS", "", True),
+        ("SBATCH_PARTITION", "gpu", True),
+    ],
+)
+def test_gpus_of_sbatchs_own_variables_are_the_jobs(
+    clients: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, ours: bool
+) -> None:
+    """A site's or a user's profile names them once for all jobs: sbatch reads these, and joins ours."""
+    monkeypatch.setenv(name, value)
+    client(clients, "sbatch", numbers(clients))
+    Slurm(queue=tmp_path / "queue").submit([request(tmp_path)])
+    assert ("--gpus-per-node=1" in words(clients, "sbatch")) is ours
+    assert f"{name}={value}" in (clients / "sbatch.env").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
     ("steps", "began"),
     [("", False), ("7.batch", False), ("7.extern 7.batch", False), ("7.0 7.batch", True)],
 )

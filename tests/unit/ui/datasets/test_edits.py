@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,14 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.data.pictures import write_rows
+from tests.unit.data.pictures import write_pair, write_rows
 from tests.unit.ui.datasets.sets import looked, make, tree
 from trainer.data.captions import clean_caption, read_sidecar
 from trainer.errors import DataError, NoSpaceError
 from trainer.files import atomic
 from trainer.ui.datasets import edits
 from trainer.ui.datasets.places import Place, held
-from trainer.ui.datasets.snapshot import pictures_by_id
+from trainer.ui.datasets.snapshot import SETTINGS_NAME, keep, pictures_by_id, read_settings
 from trainer.ui.studio import Studio
 
 
@@ -60,6 +62,17 @@ def test_an_edit_is_undone_to_the_byte(studio: Studio, before: bytes | None, tex
         assert read_sidecar(path) == clean_caption(text)
         assert edits.undo(place) == []
     assert (path.read_bytes() if path.exists() else None) == before
+
+
+def test_a_caption_keeps_who_may_read_and_write_it(studio: Studio) -> None:
+    place = make(studio, a="a cat")
+    path = place.folder / "a.txt"
+    path.chmod(0o664)
+    edits.write_captions(place, {"cats/a.txt": ("x", edits.caption_now(place, "cats/a.txt").etag)}, "edit")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o664
+    path.chmod(0o600)
+    edits.undo(place)
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("a cat", 0o600)
 
 
 def test_all_captions_are_written_or_none(studio: Studio) -> None:
@@ -105,6 +118,59 @@ def test_deleting_one_of_two_pictures_of_a_name(studio: Studio) -> None:
     edits.delete(place, looked(place).pictures)
     assert not tree(place.folder)
     assert edits.undo(place) == [] and tree(place.folder) == before
+
+
+def test_the_caption_of_two_pictures_goes_with_the_last_of_them(studio: Studio) -> None:
+    """a.png and a.jpg share a.txt: deleting the duplicate leaves it, deleting both moves it once."""
+    place = make(studio, a="a cat")
+    write_pair(place.folder, "a.jpg", "a cat", seed=1)
+    before = tree(place.folder)
+    pictures = looked(place).pictures
+    edits.delete(place, [one for one in pictures if one.name == "cats/a.jpg"])
+    assert set(tree(place.folder)) == {"a.png", "a.txt"}
+    assert edits.undo(place) == [] and tree(place.folder) == before
+    edits.delete(place, pictures)
+    assert not tree(place.folder)
+    assert edits.undo(place) == [] and tree(place.folder) == before
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_masks_and_controls_go_with_their_picture(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch, writable: bool
+) -> None:
+    """A run refuses a mask without a picture; where one cannot be moved, the picture still can."""
+    place, beside = make(studio, a="a cat", b="a bee"), [make(studio, name) for name in ("masks", "before")]
+    for other in beside:
+        for name in "ab":
+            write_pair(other.folder, f"{name}.png").with_suffix(".txt").unlink()
+    chosen = dataclasses.replace(read_settings(place), mask="masks", controls=("before",))
+    keep(place, SETTINGS_NAME, chosen)
+    before = tree(studio.data)
+    if not writable:
+        monkeypatch.setattr(os, "access", lambda path, _: Path(path) == place.folder)
+    edits.delete(place, [one for one in looked(place).pictures if one.name == "cats/a.png"])
+    gone = {"cats/a.png", "cats/a.txt", *(("masks/a.png", "before/a.png") if writable else ())}
+    assert set(before) - set(tree(studio.data)) == gone
+    assert edits.undo(place) == [] and tree(studio.data) == before
+
+
+def test_a_picture_does_not_leave_its_row_behind(studio: Studio) -> None:
+    place = make(studio, a="x", b="y")
+    rows_of(place, a="row a", b="row b")
+    before = tree(place.folder)
+    with pytest.raises(DataError, match=r"(?s)in cats/metadata.jsonl:1.*\.txt files first"):
+        edits.delete(place, looked(place).pictures[:1])
+    assert tree(place.folder) == before and not edits.last_change(place)
+
+
+def test_captions_of_two_pictures_do_not_become_one_file(studio: Studio) -> None:
+    place = make(studio, a="x")
+    write_pair(place.folder, "a.jpg", seed=1).with_suffix(".txt").unlink()
+    write_rows(place.folder, [{"file_name": "a.png", "text": "cat"}, {"file_name": "a.jpg", "text": "dog"}])
+    before = tree(place.folder)
+    with pytest.raises(DataError, match=r"cats/a\.txt: .*several pictures"):
+        edits.captions_to_files(place)
+    assert tree(place.folder) == before and not edits.last_change(place)
 
 
 def test_errors_name_the_file_and_not_its_descriptor(studio: Studio) -> None:

@@ -265,6 +265,16 @@ def test_a_look_that_ended_early_is_told(studio: Studio) -> None:
     assert not look_view(studio, place.id).failed
 
 
+def test_a_folder_of_tomorrow_is_looked_at_once(studio: Studio) -> None:
+    """A clock that was wrong, or a share's: its pages asked for looks for ever."""
+    place = make(studio, a="a cat")
+    os.utime(place.folder, (time.time() + 9999,) * 2)
+    looked(place)
+    assert not look_view(studio, place.id).is_old
+    (place.folder / "b.txt").write_text("a bee")
+    assert look_view(studio, place.id).is_old
+
+
 def test_what_was_deleted_a_week_ago_and_cut_off_a_day_ago_goes(studio: Studio, tmp_path: Path) -> None:
     place = make(studio, a="a cat", b="a bee")
     outside = tmp_path / "outside"

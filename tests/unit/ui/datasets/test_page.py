@@ -275,6 +275,14 @@ def test_a_badge_says_what_it_means(client: TestClient, studio: Studio) -> None:
     assert re.search(r'title="It is smaller [^"]+ blurs it">Enlarged .[0-9.]+</span>', text)
 
 
+def test_a_long_caption_is_one_of_many_bytes(client: TestClient, studio: Studio) -> None:
+    """Beside its picture as in the filter: letters of 3 bytes."""
+    place = make(studio, a="\u732b" * 700)
+    looked(place)
+    text = client.get(f"/data/{place.id}?show=long").text
+    assert 'Long caption <span class="soft">1</span>' in text and "Long caption</span>" in text
+
+
 def test_metadata_becomes_files_and_comes_back(client: TestClient, studio: Studio) -> None:
     place = make(studio, a="x", b="y")
     for name in "ab":

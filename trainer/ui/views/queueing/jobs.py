@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import environment
+from trainer.config.secrets import redacted
 from trainer.errors import ConfigError, Problem, StorageError
 from trainer.families.loading import load_config
+from trainer.files import atomic
 from trainer.machine.occupancy import GpuUse
 from trainer.planning.planning import machine_facts
-from trainer.queue import database
+from trainer.queue import database, jobfiles
 from trainer.queue.adding import request
 from trainer.queue.launcher import ALIVE, CPU, ENDED, Request, State
 from trainer.queue.local import users_queue
@@ -276,17 +278,35 @@ def change_job(job: int, act: Act) -> None:
 
 
 def resume(studio: Studio, run: str) -> None:
-    """Have the queue go on with a run that stopped: by its own job, or by a new one of its settings.
+    """Have the queue go on with a run that stopped, by the settings that it keeps: by its own job where that
+    has these, or by a new one in its place.
 
     Raises ConfigError where it runs or its settings cannot be used here, and the errors of a plan.
     """
     folder = run_folder(studio, run)
     queue = users_queue()
-    own = [job.id for job, seen in queue.jobs() if job.run == folder and seen.state is not State.FINISHED]
-    if own:
-        queue.release(str(max(own)))  # the newest one, wherever it stands
-        return
-    queue.submit([_again(folder)])
+    own = {job.id: seen for job, seen in queue.jobs() if job.run == folder}
+    own = {job: seen for job, seen in own.items() if seen.state is not State.FINISHED}
+    newest = max(own, default=0)  # wherever it stands
+    if newest and (own[newest].state in ALIVE or _keeps(folder, queue.folder, newest)):
+        queue.release(str(newest))
+    else:
+        queue.submit([_again(folder)], in_place_of=[str(job) for job in own])
+
+
+def _keeps(run: Path, queue: Path, job: int) -> bool:
+    """True unless a run accepted other settings since its job got these."""
+    own, accepted = jobfiles.job_folder(queue, job) / jobfiles.CONFIG_FILE, run / CONFIG_FILE
+    with atomic.reading_told(own):
+        since = accepted.is_file() and accepted.stat().st_mtime_ns > own.stat().st_mtime_ns
+        return not since or _settings(own) == _settings(accepted)
+
+
+def _settings(path: Path) -> list[str]:
+    """Lines of a configuration without comments, and without the base's commit, which a run pins."""
+    lines = redacted(path.read_text(errors="replace")).splitlines()
+    plain = [line.partition("  # ")[0].strip() for line in lines]
+    return [line for line in plain if line and not line.startswith("revision:")]
 
 
 def train_on(studio: Studio, run: str, text: str) -> None:
@@ -308,10 +328,8 @@ def train_on(studio: Studio, run: str, text: str) -> None:
         raise ConfigError(f'"{text[:40]}" is no number of steps', where="more steps", remedy=remedy)
     wanted = _again(folder, f"{STEPS}={more.steps + steps}", "checkpoint.resume_from_checkpoint=auto")
     queue = users_queue()
-    for job, seen in queue.jobs():
-        if job.run == folder and seen.state is State.HELD:
-            queue.forget(str(job.id))
-    queue.submit([wanted])
+    held = [str(job.id) for job, seen in queue.jobs() if job.run == folder and seen.state is State.HELD]
+    queue.submit([wanted], in_place_of=held)
 
 
 def _again(folder: Path, *overrides: str) -> Request:
