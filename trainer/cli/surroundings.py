@@ -54,7 +54,7 @@ def folder_judged(words: Sequence[str], folder: Path, meaning: str) -> Judged:
 def _judged(folders: Iterable[Folder], named: str, *, on_machine: bool) -> Judged:
     surroundings = Surroundings(
         user=f"{os.getuid()}:{os.getgid()}",
-        mounts=parse_mounts(MOUNTINFO.read_text()),
+        mounts=parse_mounts(MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape")),
         folders=tuple(folders),
         cudnn=_foreign_cudnn() if on_machine else (),
         named=named,
