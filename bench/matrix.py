@@ -106,27 +106,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     idle.require_gpu(remedy="use a machine with one")
     here = description.describe(options.month)  # before threads keep to a share of the cores
+    if options.record and options.record.is_file():
+        write_record(options, (), here)  # refused before anything is measured
     rows: list[dict[str, Any]] = []
     deadline, lock = time.monotonic() + 60 * options.minutes, threading.Lock()
+    turns = _Turns(wanted, deadline)
 
     def run_all(number: int, gpu: str) -> None:
         # of this thread, and of the processes that it starts
         os.sched_setaffinity(0, share_of_cores(number, len(options.gpus)))
-        while True:
+        while (cell := turns.take()) is not None:
+            try:
+                row = _run(cell, options.work, gpu)
+            finally:
+                turns.give_back(cell)
             with lock:
-                cell = _next(wanted, busy) if time.monotonic() <= deadline else None
-                if cell is None:
-                    return
-                busy.add(cell.family)
-            row = _run(cell, options.work, gpu)
-            with lock:
-                busy.discard(cell.family)
                 rows.append(row)
                 print(json.dumps(row), flush=True)
                 if options.record:
                     write_record(options, rows, here)
 
-    busy: set[str] = set()
     for family in {cell.family for cell in wanted}:
         base = options.work / "bases" / family
         if not base.is_dir():
@@ -154,13 +153,34 @@ def parser() -> argparse.ArgumentParser:
     return one
 
 
-def _next(wanted: list[Cell], busy: set[str]) -> Cell | None:
-    """The first cell of a family that no other GPU works on: these share a cache; removed from the list."""
-    for cell in wanted:
-        if cell.family not in busy:
-            wanted.remove(cell)
+class _Turns:
+    """The cells that wait, for several GPUs: no two have one family at a time, whose cells share a cache."""
+
+    def __init__(self, wanted: list[Cell], deadline: float) -> None:
+        self._wanted, self._deadline, self._busy = wanted, deadline, set[str]()
+        self._changed = threading.Condition()
+
+    def take(self) -> Cell | None:
+        """The first cell of a family that no other GPU works on, once there is one; it is removed from the
+        list. None where no cell waits, or the deadline, of `time.monotonic`, is over.
+        """
+        with self._changed:
+            left = self._deadline - time.monotonic()
+            self._changed.wait_for(lambda: not self._wanted or self._first() is not None, max(0.0, left))
+            cell = self._first() if time.monotonic() <= self._deadline else None
+            if cell is not None:
+                self._wanted.remove(cell)
+                self._busy.add(cell.family)
             return cell
-    return wanted.pop(0) if wanted else None
+
+    def give_back(self, cell: Cell) -> None:
+        """Let other GPUs have cells of its family."""
+        with self._changed:
+            self._busy.discard(cell.family)
+            self._changed.notify_all()
+
+    def _first(self) -> Cell | None:
+        return next((one for one in self._wanted if one.family not in self._busy), None)
 
 
 def _run(cell: Cell, work: Path, gpu: str) -> dict[str, Any]:
@@ -170,6 +190,9 @@ def _run(cell: Cell, work: Path, gpu: str) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "layer.yaml").write_text(yaml.safe_dump(layer_of(cell, base, work)))
     run = folder / "run"
+    for left in (run, run.with_name("run.runtime")):  # a run that goes on would measure nothing
+        shutil.rmtree(left, ignore_errors=True)
+    run.with_name("run.txt").unlink(missing_ok=True)
     configs = [REPOSITORY / "train_configs" / f"{cell.family}_lora.yaml", folder / "layer.yaml"]
     began = time.monotonic()
     environ = {**environment.snapshot(), "CUDA_VISIBLE_DEVICES": gpu}

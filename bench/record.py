@@ -137,19 +137,41 @@ def update_table(
 ) -> None:
     """Write a table with these rows in the place of those whose first `keys` cells are equal; other rows, the
     title and the text of the file stay. With `order` only rows that it has, in that order.
+
+    Raises DataError where rows would stay that another machine measured, or other versions: a record names
+    one for all. Of several months it names the first and the last.
     """
-    text, known = "", dict[tuple[str, ...], tuple[str, ...]]()
+    text, there, known = "", where, dict[tuple[str, ...], tuple[str, ...]]()
     if path.is_file():
         written = from_json(path.read_text(encoding="utf-8"), str(path))
         assert isinstance(written, Table), path
-        title, text = written.title, written.text
+        title, text, there = written.title, written.text, written.machine
         cells = [dict(zip(written.columns, row, strict=True)) for row in written.rows]
         rows_there = [tuple(row.get(name, "") for name in columns) for row in cells]
         known = {row[:keys]: row for row in rows_there}
-    known |= {row[:keys]: row for row in rows}
-    kept = tuple(known[key] for key in (known if order is None else order) if key in known)
-    table = Table(title=title, text=text, machine=where, command=command, columns=columns, rows=kept)
+    new = {row[:keys]: row for row in rows}
+    known |= new
+    kept = [key for key in (known if order is None else order) if key in known]
+    if stay := [key for key in kept if key not in new]:
+        where = _of_both(there, where, path, len(stay))
+    content = tuple(known[key] for key in kept)
+    table = Table(title=title, text=text, machine=where, command=command, columns=columns, rows=content)
     atomic.write_text(path, to_json(table))
+
+
+def _of_both(there: Machine, here: Machine, path: Path, stay: int) -> Machine:
+    """The machine of `stay` rows of the record and of new ones. Raises DataError where these differ."""
+    theirs, ours = dataclasses.asdict(there), dataclasses.asdict(here)
+    months = sorted({*theirs.pop("month").split(" to "), *ours.pop("month").split(" to ")})
+    if differ := [name for name in ours if ours[name] != theirs[name]]:
+        name = differ[0]
+        raise DataError(
+            f"{stay} of its rows were not measured again, and they are of another machine or other versions:"
+            f" {name} {theirs[name]!r}, and {ours[name]!r} here",
+            where=str(path),
+            remedy="name another file by --record; what was measured now is printed above",
+        )
+    return dataclasses.replace(here, month=" to ".join(dict.fromkeys((months[0], months[-1]))))
 
 
 def from_json(text: str, where: str) -> Record | Table:

@@ -102,7 +102,8 @@ have() { command -v "$1" >/dev/null 2>&1; }
 # whether version $1 is $2 or newer
 at_least() { [ "$(printf '%s\n%s\n' "$1" "$2" | sort -V | sed -n 1p)" = "$2" ]; }
 
-first_version() { grep -oE '[0-9]+(\.[0-9]+)+' <<<"$1" | sed -n 1p; }
+# empty where there is none
+first_version() { grep -oE '[0-9]+(\.[0-9]+)+' <<<"$1" | sed -n 1p || true; }
 
 # a field of os-release; empty where there is none
 os_field() { sed -n "s/^$1=//p" "$HOST_ROOT/etc/os-release" 2>/dev/null | tr -d '"' || true; }
@@ -190,10 +191,12 @@ check_driver() {
         return
     fi
     version=$(first_version "$version")
-    if at_least "${version:-0}" "$MIN_DRIVER"; then
+    if [ -z "$version" ]; then
+        todo "driver: nvidia-smi does not tell its version" "after an update of the driver: sudo reboot" "${remedy[@]}"
+    elif at_least "$version" "$MIN_DRIVER"; then
         ok "driver: $version ($MIN_DRIVER or newer is needed)"
     else
-        todo "driver: ${version:-unknown} is too old for CUDA 13, $MIN_DRIVER or newer is needed" "${remedy[@]}" \
+        todo "driver: $version is too old for CUDA 13, $MIN_DRIVER or newer is needed" "${remedy[@]}" \
             "a GeForce card has no forward compatibility package: the driver itself must be new"
     fi
 }
@@ -301,9 +304,11 @@ check_disk() {
     local folder free_kib free_gib
     folder=$(docker info --format '{{.DockerRootDir}}' 2>/dev/null || true)
     [ -d "$folder" ] || folder=/
-    free_kib=$(df -Pk "$folder" | awk 'NR == 2 { print $4 }')
-    free_gib=$((free_kib / 1024 / 1024))
-    if [ "$free_gib" -ge "$MIN_DISK_GIB" ]; then
+    free_kib=$(df -Pk "$folder" 2>/dev/null | awk 'NR == 2 { print $4 }' || true)
+    free_gib=$((${free_kib:-0} / 1024 / 1024))
+    if [ -z "$free_kib" ]; then
+        todo "disk: df does not tell what is free at $folder" "df -Pk $folder"
+    elif [ "$free_gib" -ge "$MIN_DISK_GIB" ]; then
         ok "disk: $free_gib GiB free at $folder ($MIN_DISK_GIB GiB or more are needed for images)"
     else
         todo "disk: $free_gib GiB free at $folder, images need $MIN_DISK_GIB GiB" \
@@ -314,7 +319,7 @@ check_disk() {
 
 check_shm() {
     local used_mib
-    used_mib=$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 { print int($3 / 1024) }')
+    used_mib=$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 { print int($3 / 1024) }' || true)
     if [ -z "$used_mib" ]; then
         todo "shared memory: /dev/shm is not mounted" "sudo mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
     elif [ "$used_mib" -gt "$MAX_SHM_USED_MIB" ]; then
@@ -347,7 +352,7 @@ as_root() {
 
 restart_docker() {
     local running answer=''
-    running=$(docker ps -q 2>/dev/null | wc -l)
+    running=$(docker ps -q 2>/dev/null | wc -l || true)
     if [ -z "$yes" ]; then
         printf 'Restart Docker now? %s containers are running and may end. [y/N] ' "$((running))"
         read -r answer || true

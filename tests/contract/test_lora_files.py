@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,28 @@ def test_a_run_that_was_renamed_and_trained_on_has_one_lora(workshop: Workshop, 
     }  # fmt: skip
     assert not (renamed / "lora" / "run.proof.json").exists()
     assert any("renamed.safetensors replaces run.safetensors" in line for line in again.said)
+
+
+def test_a_copy_of_the_lora_beside_it_stays_when_the_run_trains_on(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    short = ("validation.prompts=[]", "validation.held_out=0")
+    first = workshop.job(LORA_CASES[0], tmp_path, *short, "train.max_train_steps=1")
+    first.train()
+    folder = first.context.run_dir / "lora"
+    for kind in ("safetensors", "proof.json"):
+        shutil.copy(folder / f"run.{kind}", folder / f"after-1.{kind}")
+    kept = (folder / "after-1.safetensors").read_bytes()
+    workshop.job(LORA_CASES[0], tmp_path, *short, "train.max_train_steps=2").train()
+    assert (folder / "after-1.safetensors").read_bytes() == kept
+    assert (folder / "run.safetensors").read_bytes() != kept
+    assert (folder / "after-1.proof.json").is_file()
+    renamed = first.context.run_dir.rename(tmp_path / "renamed")
+    more = ("train.max_train_steps=3", f"output_dir={renamed}")
+    workshop.job(LORA_CASES[0], tmp_path, *short, *more).train()
+    # two are of this run, and which one it wrote itself is not known
+    for name in ("after-1", "run", "renamed"):
+        assert (renamed / "lora" / f"{name}.safetensors").is_file(), name
 
 
 def test_an_untrained_lora_is_no_result(lora_case: Case, workshop: Workshop, tmp_path: Path) -> None:

@@ -123,12 +123,16 @@ def test_hosts_with_folders_of_their_own_stop_together_and_go_on_on_one_and_on_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [1, 2, 50])
+@pytest.mark.parametrize(("every", "held_out"), [(1, 1), (2, 1), (50, 1), (50, 0)])
 def test_a_loss_that_is_not_finite_ends_all_hosts_with_its_code(
-    every: int, start: Start, tmp_path: Path
+    every: int, held_out: int, start: Start, tmp_path: Path
 ) -> None:
-    """Seen by rank 0 alone where that writes a line, else by all of them in the next step."""
-    both = start_hosts(start, FIRST, tmp_path, "lora.alpha=1e30", f"train.log_every_steps={every}", TWO)
+    """Seen by rank 0 alone where that writes a line, else by all of them in the next step: also after a round
+    of validation for which nothing is held out.
+    """
+    rounds = ("validation.every_steps=1", f"validation.held_out={held_out}")
+    words = ("lora.alpha=1e30", f"train.log_every_steps={every}", *(() if held_out else rounds), TWO)
+    both = start_hosts(start, FIRST, tmp_path, *words)
     for process in both:
         code, errors = process.end()
         assert code == ExitCode.DIVERGED, errors

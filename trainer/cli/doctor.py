@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from trainer.cli.options import GivenPath
 from trainer.cli.output import say, shown_below_options
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from trainer.errors import Problem
     from trainer.machine.facts import Facts
 
-_FILE = click.Path(path_type=Path)
+_FILE = GivenPath()
 
 
 @shown_below_options

@@ -77,7 +77,8 @@ def _reporter(stack: contextlib.ExitStack) -> tuple[Callable[[Download], None], 
     shown = 0
 
     def start(download: Download) -> None:
-        nonlocal bar
+        nonlocal bar, shown
+        bar, shown = None, 0  # of another repository
         say(f"{download.repository} at {download.commit}: {download.total_bytes / GB:.2f} GB", err=True)
         here = download.total_bytes - download.missing_bytes
         say(

@@ -86,10 +86,10 @@ class Layers:
     budget: str | None = None
     gpus: str | None = None
 
-    def load(self, *, variables: bool = True) -> Loaded:
+    def load(self, *, variables: bool = True, working_folder: Path | None = None) -> Loaded:
         """Load the configuration against all known families, and tell of what has no effect: presets' values,
         other programs' variables. Without `variables`, TRAINER__* do not lie over the files: for those that a
-        run has kept.
+        run has kept; `working_folder` is where relative paths in these begin, if not here.
 
         Raises ConfigError with every problem.
         """
@@ -105,6 +105,7 @@ class Layers:
             gpus=self.gpus,
             presets=self.presets,
             environ=environment.snapshot() if variables else environment.without_settings(),
+            working_folder=working_folder,
         )
         for kind, texts in (("warning", loaded.warnings), ("note", loaded.notes)):
             for text in texts:

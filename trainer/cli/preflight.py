@@ -20,6 +20,8 @@ ON_MACHINE = frozenset({"train", "cache", "sample", "verify-lora"})
 IN_CONTAINER = ON_MACHINE | {"fetch", "merge"}
 """Commands whose mounts and folders are checked; others need nothing of their machine but `_own_folder`."""
 
+ALONE = frozenset({"sample", "verify-lora"})
+"""Commands that compute on one GPU, whatever the configuration says of several."""
 TOGETHER = frozenset({"train", "cache"})
 """Commands that several hosts do together."""
 
@@ -101,7 +103,9 @@ def _own_folder(words: Sequence[str]) -> Path | None:
         from trainer.cli.ui import STATE_FOLDER
 
         given = _given("ui", words[1:])
-        return Path(given["folder"] or Path(given["runs"], STATE_FOLDER))
+        runs = None if given["runs"] is None else given["runs"] / STATE_FOLDER
+        found: Path | None = given["folder"] or runs  # neither where the command refuses its words
+        return found
     return None
 
 
@@ -118,10 +122,14 @@ def _given(name: str, words: Sequence[str]) -> dict[str, Any]:
 def _loaded(name: str, words: Sequence[str]) -> Loaded | None:
     """The configuration that the command will load; None where it names none. Raises as `Layers.load`."""
     from trainer.cli.options import layers_of
+    from trainer.cli.sample import for_one_process
     from trainer.planning.kept_decisions import continued
 
     given = _given(name, words)
     if not given["configs"]:
         return None
-    loaded = layers_of(given).load()
+    # a try is drawn by what its run has kept
+    loaded = layers_of(given).load(variables=given.get("folder") is None)
+    if name in ALONE:
+        return for_one_process(loaded)
     return continued(loaded) if name == "train" else loaded

@@ -95,7 +95,7 @@ def add(
 
     if kueue is None:
         require_dataset(layers.dataset)
-    queue, words = _queue(), tuple(word.strip() for word in on.split(",")) if on else ()
+    queue, words = _queue(), () if on is None else tuple(word.strip() for word in on.split(","))
     cluster = _cluster(slurm, kueue, words)
     facts, known = (None, ()) if cluster else (machine_facts(), queue.gpus())
     requests = []
@@ -337,6 +337,9 @@ def _found(names: Sequence[str]) -> list[tuple[Local | Cluster, str]]:
     ]
     found: dict[str, tuple[Local | Cluster, str]] = {}
     for name in names:
+        if not name:  # a job without a group has one of this name
+            remedy = "name a job; was it meant to come from a variable that is not set?"
+            raise ConfigError('expected a job, got ""', where="JOB", remedy=remedy)
         matches = [one for one in jobs if one[0][0] == name] or [one for one in jobs if name in one[0][1:]]
         if not matches:
             near = did_you_mean(name, [word for words, _ in jobs for word in words[1:] if word])

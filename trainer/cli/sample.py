@@ -60,7 +60,7 @@ def sample(
         named = click.get_current_context().get_parameter_source("picture") is not ParameterSource.DEFAULT
         alone = not (lora or model or before_after or prompts or named)
         return _draw_try(layers, folder.resolve(), alone=alone)
-    loaded = _for_one_process(layers.load())
+    loaded = for_one_process(layers.load())
     if not all(prompt.strip() for prompt in prompts):
         raise ConfigError("an empty prompt", where="--prompt", remedy="write what to draw")
     if prompts:
@@ -132,13 +132,13 @@ def verify_lora(file: Path, layers: Layers) -> int:
     from trainer.cli.measure import planned
     from trainer.engine.spec import Job
 
-    loaded = _for_one_process(layers.load())
+    loaded = for_one_process(layers.load())
     _require_family(file, loaded.config.family)
     job = Job(mode="verify", lora_file=str(file.resolve()))
     return run_job(loaded, *planned(loaded, probe=False), job)
 
 
-def _for_one_process(loaded: Loaded) -> Loaded:
+def for_one_process(loaded: Loaded) -> Loaded:
     """The configuration for a job of one process, which has a base of its own."""
     from trainer.config.schema import changed
 

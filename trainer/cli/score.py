@@ -100,10 +100,11 @@ def score(as_json: bool, **given: object) -> None:
 
 
 def _config_of(run: Path) -> RunConfig:
-    """The configuration that a run was trained with. Raises ConfigError where the folder has none,
-    StorageError where it may not be read.
+    """The configuration that a run was trained with; relative paths begin where it was started. Raises
+    ConfigError where the folder has none, StorageError where it may not be read.
     """
     from trainer.files import atomic
+    from trainer.telemetry.run_folder.process import working_folder
     from trainer.telemetry.rundir import CONFIG_FILE
     from trainer.telemetry.runs import is_run
 
@@ -112,7 +113,8 @@ def _config_of(run: Path) -> RunConfig:
     if not accepted:
         remedy = f"name the output_dir of a run, which has a {CONFIG_FILE}, or --pictures DIR"
         raise ConfigError("no run is in this folder", where=str(run), remedy=remedy)
-    return Layers(configs=[run / CONFIG_FILE]).load(variables=False).config
+    kept = Layers(configs=[run / CONFIG_FILE])
+    return kept.load(variables=False, working_folder=working_folder(run)).config
 
 
 def _groups(asked: _Asked) -> dict[str, list[Picture]]:

@@ -45,6 +45,8 @@ _SIZES = re.compile(r"(size|dim|heads|channels)$")
 _EPSILON = re.compile(r"(^|_)(eps|epsilon)$")
 # numbers that published bases leave out, or say as null
 _OPTIONAL = {"head_dim": 64, "sliding_window": 4096}
+# null where nothing is stretched, as a class of diffusers has it that is told nothing
+_NONE_BY_DEFAULT = frozenset({"shift_terminal"})
 # where the name of a model ends in the name of one of transformers' classes
 _PURPOSE = re.compile(r"For|Model|Text|Encoder")
 
@@ -244,7 +246,7 @@ def _bad_values(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[
     for key, our in {**_OPTIONAL, **{key: our for key, our in ours.items() if our is not None}}.items():
         # ids of tokens are lists in some files, and -1 in others
         value = theirs.get(key)
-        if key.startswith("_") or key.endswith("_id"):
+        if key.startswith("_") or key.endswith("_id") or (value is None and key in _NONE_BY_DEFAULT):
             continue
         if value is None:
             # diffusers writes every value; a null of transformers is refused by `[]` where it is a fault

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import matrix
+from bench.processes import Ended
 from bench.record import from_json
 from trainer import families
 from trainer.config.reading import load
+from trainer.errors import DataError
 from trainer.machine import description
 
 CELLS = {str(cell): cell for cell in matrix.cells()}
@@ -88,6 +93,59 @@ def test_rows_of_other_cells_stay(tmp_path: Path) -> None:
     table: Any = from_json(record.read_text(), "record")
     assert table.machine == here
     assert [(row[0], row[3]) for row in table.rows] == [("flux1_dev", "exit code 1"), ("llama", "refused")]
+
+
+def test_rows_of_another_machine_stay_in_their_record(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    options = matrix.parser().parse_args(["--work", str(tmp_path), "--record", str(record)])
+    there = description.describe("2026-10")
+    rows: list[dict[str, str]] = [{"family": name, "cell": "default"} for name in ("flux1_dev", "llama")]
+    matrix.write_record(options, rows, there)
+    before, other = record.read_bytes(), dataclasses.replace(there, torch="0.1")
+    with pytest.raises(DataError, match=r"1 of its rows were not measured again.*torch"):
+        matrix.write_record(options, rows[:1], other)
+    assert record.read_bytes() == before
+    matrix.write_record(options, rows[:1], dataclasses.replace(there, month="2026-12"))
+    table: Any = from_json(record.read_text(), "record")
+    assert table.machine == dataclasses.replace(there, month="2026-10 to 2026-12")
+    matrix.write_record(options, rows[:1], dataclasses.replace(there, month="2026-11"))
+    again: Any = from_json(record.read_text(), "record")
+    assert again.machine == table.machine
+    matrix.write_record(options, rows, other)  # all were measured there
+    table = from_json(record.read_text(), "record")
+    assert table.machine == other
+
+
+def test_two_gpus_have_no_family_together() -> None:
+    first, second, third = (matrix.Cell(family=name, name=name, features={}) for name in "aab")
+    wanted = [first, second, third]
+    turns = matrix._Turns(wanted, time.monotonic() + 60)
+    assert [turns.take(), turns.take()] == [first, third]
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(turns.take)
+        turns.give_back(third)
+        assert not waiting.done() and wanted == [second]
+        turns.give_back(first)
+        assert waiting.result(timeout=30) is second
+    assert turns.take() is None
+    late = matrix._Turns([first], time.monotonic() - 1)
+    assert late.take() is None
+
+
+def test_a_cell_that_is_run_again_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = CELLS["flux1_dev/default"]
+    run = tmp_path / "flux1_dev-default" / "run"
+    run.mkdir(parents=True)
+    for left in (run / "metrics.jsonl", run.with_name("run.txt")):
+        left.write_text("of the run before\n")
+    run.with_name("run.runtime").mkdir()
+
+    def train(*_: object) -> Ended:
+        assert [path.name for path in run.parent.iterdir()] == ["layer.yaml"]
+        return Ended(code=1, host_gib=1.0, said="")
+
+    monkeypatch.setattr(matrix.jobs, "train", train)
+    assert matrix._run(cell, tmp_path, "0")["result"] == "exit code 1"
 
 
 def test_gpus_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

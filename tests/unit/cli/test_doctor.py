@@ -77,6 +77,14 @@ def test_a_file_that_cannot_be_read_is_78_and_the_others_are_judged(
     assert main(["doctor", "good.yaml", "notes.md", "--strict"]) == 0
 
 
+@pytest.mark.parametrize("words", [("",), ("--environment", ""), ("--facts", "")])
+def test_an_empty_name_is_not_the_working_folder(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *words]) == 78
+    assert 'expected a path, got ""' in capsys.readouterr().err
+
+
 def test_names_here(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "sft.yaml").write_text(RIGHT + "cutoff_len: 2048\ntemplate: llama3\n")
     assert main(["doctor", "sft.yaml"]) == 0

@@ -403,6 +403,24 @@ def test_verify_lora_with_a_configuration_needs_the_machine(ask: Ask) -> None:
     assert ask(machine("h200"), *words) == PASSED
 
 
+@pytest.mark.parametrize(
+    "words", [("sample", CONFIG), ("verify-lora", "my.safetensors", "--config", CONFIG)], ids=" ".join
+)
+def test_commands_of_one_gpu_ask_for_one(ask: Ask, words: tuple[str, ...]) -> None:
+    assert ask(machine("h200"), *words, "--set", "parallel.gpus=2") == PASSED
+
+
+def test_a_try_is_judged_by_what_its_run_has_kept(ask: Ask, tmp_path: Path) -> None:
+    words = ("sample", CONFIG, "--try", str(tmp_path))
+    assert ask(machine("h200"), *words, TRAINER__FEATURES__MEMORY_BUDGET="2GiB") == PASSED
+    assert ask(machine("h200"), *words[:2], TRAINER__FEATURES__MEMORY_BUDGET="2GiB")[0] == 69
+
+
+@pytest.mark.parametrize("runs", ["", CONFIG])
+def test_a_studio_whose_words_are_wrong_is_left_to_the_command(ask: Ask, runs: str) -> None:
+    assert ask(machine("cpu"), "ui", "--runs", runs) == PASSED
+
+
 @pytest.mark.parametrize("words", [(), ("probe",), ("probe", CONFIG)])
 def test_probe_says_itself_what_would_stop_a_run(ask: Ask, words: tuple[str, ...]) -> None:
     assert ask(machine("driver-550-cuda-13-torch"), *words) == (0, "", "")

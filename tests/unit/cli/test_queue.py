@@ -136,6 +136,7 @@ def test_a_job_without_gpu_has_the_lease_of_the_cpu(
     ("words", "code", "said"),
     [
         (["--on", "2"], 78, "GPUs here: 0 (Fake, GPU-aa-1), 1 (Fake, GPU-ab-2)"),
+        (["--on", ""], 78, 'no GPU is called ""'),
         (["--on", "GPU-a"], 78, '"GPU-a" names 2 GPUs'),
         (["--on", "0,0"], 78, "name different GPUs"),
         (["--on", "0,cpu"], 78, "name different GPUs"),
@@ -280,6 +281,32 @@ def test_jobs_are_called_by_number_name_or_group(run: Run, place: Path) -> None:
     code, _, err = run("queue", "stop", "catz")
     assert code == 78
     assert "did you mean `cats`?" in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("stop", ""),
+        ("stop", "1", "", "--forget"),
+        ("hold", ""),
+        ("move", "", "1"),
+        ("assign", "", "--on", "any"),
+        ("assign", "1", "--on", ""),
+        ("log", ""),
+    ],
+    ids=" ".join,
+)
+def test_an_empty_name_is_no_job(
+    run: Run, place: Path, monkeypatch: pytest.MonkeyPatch, words: Sequence[str]
+) -> None:
+    """A variable of a script that is not set: it would mean every job without a group."""
+    monkeypatch.setattr("trainer.queue.local.usable_gpus", FakeMachine(UUIDS[:1]).gpus)
+    queue(place).submit([wanted("cats"), wanted("dogs"), wanted("rank-8", group="ranks")])
+    before = queue(place).jobs()
+    code, out, err = run("queue", *words)
+    assert (code, out) == (78, "")
+    assert 'got ""' in err or 'called ""' in err
+    assert queue(place).jobs() == before
 
 
 def test_a_number_is_that_job_alone_and_a_group_keeps_its_order(run: Run, place: Path) -> None:

@@ -43,9 +43,10 @@ FAKES = {
                 esac ;;
             "compose version") [ -z "$NO_COMPOSE" ] || exit 1; echo "${COMPOSE:-2.36.2}" ;;
             "buildx version") [ -z "$NO_BUILDX" ] || exit 1; echo "buildx v0.24.0 0123" ;;
-            "ps -q") printf '0a\\n0b\\n' ;;
+            "ps -q") [ -z "$NO_ENGINE" ] || exit 1; printf '0a\\n0b\\n' ;;
         esac""",
     "df": """
+        case $2 in $DF_FAILS) echo "df: $2: No such file or directory" >&2; exit 1 ;; esac
         echo "Filesystem 1024-blocks Used Available Capacity Mounted on"
         case $2 in
             /dev/shm) echo "tmpfs 9999999 ${SHM_USED_KIB:-0} 9 0% /dev/shm" ;;

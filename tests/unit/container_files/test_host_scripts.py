@@ -60,7 +60,11 @@ def test_a_good_host_has_nothing_to_do(host: Host) -> None:
         ({"NO_RUNTIME": "1"}, "Docker's runtime", "sudo nvidia-ctk runtime configure --runtime=docker"),
         ({"NO_CDI": "1"}, "CDI", "sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"),
         ({"FREE_KIB": str(39 * 1024**2)}, "disk", "docker image prune"),
+        ({"DF_FAILS": "/"}, "disk", "df -Pk /"),
         ({"SHM_USED_KIB": str(2 * 1024**2)}, "shared memory", "/dev/shm"),
+        ({"DF_FAILS": "/dev/shm"}, "shared memory", "sudo mount -t tmpfs"),
+        ({"DRIVER": "[Unknown Error]"}, "driver", "sudo reboot"),
+        ({"TOOLKIT": "?"}, "container toolkit", "nvidia-container-toolkit"),
         ({"MACHINE": "riscv64"}, "processor", "x86_64 or aarch64"),
     ],
     ids=str,
@@ -192,6 +196,12 @@ def test_apply_configures_and_asks_before_it_restarts_docker(
     assert [call for call in host.calls if call.startswith("sudo")] == [
         f"sudo {call}" for call in host.changes()
     ]
+
+
+def test_apply_goes_on_where_no_engine_answers(host: Host) -> None:
+    result = host.run(SETUP, "--apply", "--yes", environ={"NO_RUNTIME": "1", "NO_ENGINE": "1"})
+    assert host.changes() == ["nvidia-ctk runtime configure --runtime=docker", "systemctl restart docker"]
+    assert result.stdout.splitlines()[-1].endswith("to do")
 
 
 def test_apply_needs_no_sudo_for_root(host: Host) -> None:

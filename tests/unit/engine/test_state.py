@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from trainer.config.schema import TrainSection
@@ -13,6 +14,8 @@ from trainer.engine.optimizing.optimizer import Updater
 from trainer.engine.ranks import ALONE
 from trainer.engine.records import checkpoint
 from trainer.engine.training.state import restore
+from trainer.errors import DataError
+from trainer.modeling.rows import Rows
 
 
 def made() -> Updater:
@@ -35,3 +38,30 @@ def test_nothing_of_a_checkpoint_is_read_onto_the_device(tmp_path: Path) -> None
     assert torch.equal(second.parameters["w"], first.parameters["w"])
     state = first.state()
     assert state and all(torch.equal(value, state[name]) for name, value in second.state().items())
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        ({"w": torch.ones(6, 2), "head": torch.ones(6, 2)}, "1 weights are in this checkpoint or .* as head"),
+        ({"w": torch.ones(8, 2)}, "1 weights have another shape in this checkpoint .* as w: 8 x 2 and 6 x 2"),
+        ({}, "1 weights are in this checkpoint or in the model but not in both, as w"),
+    ],
+    ids=["one more", "more rows", "one less"],
+)
+def test_rows_of_another_model_are_refused_before_they_are_read(
+    tmp_path: Path, saved: dict[str, torch.Tensor], words: str
+) -> None:
+    """A tensor with more rows has those that a rank asks for."""
+    snapshot = checkpoint.Snapshot(step=1, interval_loss=2.0, interval_steps=1, fingerprint={})
+    given: dict[str, Any] = {"least_bytes": 0, "keep": 1, "on_tensor": lambda: None}
+    state = {f"{name}/m": value for name, value in saved.items()}
+    folder = checkpoint.save(tmp_path, snapshot, saved, state, **given)
+    own = {"w": torch.ones(3, 2)}
+    rows = {"w": Rows(shape=(6, 2), rank=1, size=2)}
+    updater: Any = SimpleNamespace(in_rows=SimpleNamespace(rows=rows), weights=lambda: own)
+    status = SimpleNamespace(beat=lambda phase: None)
+    context: Any = SimpleNamespace(device="cpu", ranks=ALONE, status=status, say=lambda text: None)
+    begun: Any = SimpleNamespace(found=(folder, snapshot))
+    with pytest.raises(DataError, match=words):
+        restore(context, updater, begun)

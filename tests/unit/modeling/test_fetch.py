@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 
 from tests.scoring_models import write_clip
 from tests.unit.modeling.fake_hub import COMMIT, REPOSITORY, FakeHub
-from trainer.cli import main
+from trainer.cli import fetch, main
 from trainer.errors import ExitCode
+from trainer.modeling.base.hub import Download
 
 
 @pytest.fixture
@@ -87,3 +89,17 @@ def test_models_of_metrics_are_fetched_too(
     # the hub has one repository, and that is no CLIP: it is downloaded, then refused
     assert main([*arguments, "--set", f"validation.clip_model={REPOSITORY}"]) == ExitCode.NO_ACCESS
     assert "validation.clip_model" in capsys.readouterr().err
+
+
+def test_the_bar_of_a_second_download_moves_from_its_start(capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.ExitStack() as stack:
+        start, advance = fetch._reporter(stack)
+        for name, size in (("a/large", 9_000_000), ("a/small", 3_000_000)):
+            sizes = {"total_bytes": size, "missing_bytes": size, "free_bytes": 10**9}
+            start(Download(repository=name, commit=COMMIT, folder=Path(), **sizes))
+            advance(size, size)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if "downloading" in line] == [
+        "downloading (MB) 9/9",
+        "downloading (MB) 3/3",
+    ]

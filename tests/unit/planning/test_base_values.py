@@ -165,6 +165,15 @@ def test_a_scheduler_that_gives_no_noise_levels_is_told(
         check(base)
 
 
+def test_a_scheduler_that_stretches_no_levels_passes(
+    tiny_base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = Path(shutil.copytree(tiny_base("qwen_image"), tmp_path / "base"))
+    edited(SCHEDULER, shift_terminal=None)(base)
+    plan(base, "qwen_image")
+    check(base, "qwen_image")
+
+
 def test_a_tokenizer_that_its_library_refuses_without_a_class_of_error_is_told(
     tiny_base: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -284,6 +284,16 @@ def read_snapshot(folder: Path) -> Snapshot:
     return Snapshot(**{one.name: state[one.name] for one in dataclasses.fields(Snapshot)})
 
 
+def shapes(folder: Path, group: str) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of `weights` or `optimizer`, whole, from the files that state.json names."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name in sorted(_read_state(folder)["files"]):
+        if name.startswith(f"{group}-"):
+            with safe_open(folder / name, framework="pt") as file:
+                found |= {label: tuple(file.get_slice(label).get_shape()) for label in file.keys()}  # noqa: SIM118
+    return found
+
+
 def read_group(
     folder: Path, group: str, device: str, rows: Mapping[str, Rows] = MappingProxyType({})
 ) -> dict[str, torch.Tensor]:

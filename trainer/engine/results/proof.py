@@ -113,8 +113,10 @@ def export_lora(context: Context, model: Any, step: int) -> tuple[Path, Path | N
         atomic.write_text(path.with_suffix(PROOF_SUFFIX), figures)
         # it belongs to another LoRA from here on
         (folder / path.with_suffix(".comfyui.safetensors").name).unlink(missing_ok=True)
+        renamed = not (folder / path.name).exists()
         _move(temporary, folder)
-        _remove_renamed(context, folder, path.name)
+        if renamed:
+            _remove_renamed(context, folder, path.name)
         comfyui = write_twin(context, model, temporary)
         _move(temporary, folder)
     finally:
@@ -124,12 +126,12 @@ def export_lora(context: Context, model: Any, step: int) -> tuple[Path, Path | N
 
 def _remove_renamed(context: Context, folder: Path, name: str) -> None:
     """Remove the LoRA of fewer steps that this run left here before its folder was renamed: the file `name`
-    replaces it. Files that are not this run's by their metadata stay.
+    replaces it. Files that are not this run's by their metadata stay, and all where several are: of these one
+    is a copy of somebody's.
     """
-    ours = _of_any_step(file_metadata(context))
-    for proof in sorted(folder.glob(f"*{PROOF_SUFFIX}")):
-        stem = proof.name.removesuffix(PROOF_SUFFIX)
-        older = folder / f"{stem}.safetensors"
+    ours, found = _of_any_step(file_metadata(context)), list[Path]()
+    for proof in folder.glob(f"*{PROOF_SUFFIX}"):
+        older = folder / f"{proof.name.removesuffix(PROOF_SUFFIX)}.safetensors"
         if older.name == name or not older.is_file():
             continue
         try:
@@ -137,10 +139,14 @@ def _remove_renamed(context: Context, folder: Path, name: str) -> None:
         except HeaderError:
             continue
         if theirs.items() >= ours.items():
-            with atomic.no_space_told(folder):
-                for file in (folder / f"{stem}.comfyui.safetensors", proof, older):
-                    file.unlink(missing_ok=True)
-            context.say(f"{name} replaces {older.name}, which this run left under its folder's earlier name")
+            found.append(older)
+    if len(found) != 1:
+        return
+    (older,) = found
+    with atomic.no_space_told(folder):
+        for file in (older.with_suffix(".comfyui.safetensors"), older.with_suffix(PROOF_SUFFIX), older):
+            file.unlink(missing_ok=True)
+    context.say(f"{name} replaces {older.name}, which this run left under its folder's earlier name")
 
 
 def _of_any_step(metadata: Mapping[str, str]) -> dict[str, str]:

@@ -117,10 +117,9 @@ def _follow(work: Work, state: State) -> None:
         while state.step < total and not state.ended_early:
             _one_step(work, state, steps)
             validates = state.step % every == 0 or state.step == total
-            if validates:
-                rounds.validate(work, state)
+            validation = rounds.validate(work, state) if validates else None
             saves = state.step % config.checkpoint.checkpointing_steps == 0 or Order.SAVE in state.orders
-            if validates or saves or state.step % config.train.log_every_steps == 0:
+            if saves or _logs(work, state, validation):
                 _check_with_first(work, state)
             if saves:
                 together.require_equal(work, state)
@@ -296,8 +295,7 @@ def _after_step(run: Run, state: State, bar: Progress) -> None:
                 # the step is saved now, so that no later process can write its line
                 bar.advance(1, text=_log(run, state, None))
                 raise
-    logs = step % config.train.log_every_steps == 0 or step == total or validation is not None
-    bar.advance(1, text=_log(run, state, validation) if logs else "")
+    bar.advance(1, text=_log(run, state, validation) if _logs(run, state, validation) else "")
     with run.journal.untimed():
         # saved first: a failing preview loses no step, and a resumed run draws the preview that is missing
         if step % config.checkpoint.checkpointing_steps == 0 or Order.SAVE in state.orders:
@@ -309,6 +307,13 @@ def _after_step(run: Run, state: State, bar: Progress) -> None:
         elif Order.SAMPLE in state.orders and step < total:
             rounds.draw_asked(run, state)
         orders.answer(run, state)
+
+
+def _logs(work: Work, state: State, validation: ValidationRecord | None) -> bool:
+    """Whether rank 0 writes a line of the log after this step, and so reads the flag of a bad one."""
+    train = work.context.config.train
+    due = state.step % train.log_every_steps == 0 or state.step == train.max_train_steps
+    return due or validation is not None
 
 
 def _log(run: Run, state: State, validation: ValidationRecord | None) -> str:

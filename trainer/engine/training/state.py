@@ -145,7 +145,7 @@ def take_part_in_save(work: Work, state: State) -> None:
 
 
 def _require_same_weights(
-    saved: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], folder: Path
+    saved: Mapping[str, Sequence[int]], own: Mapping[str, Sequence[int]], folder: Path
 ) -> None:
     """Raise DataError where a checkpoint's weights are not those of this run's model, by names and shapes."""
     what, others = "", saved.keys() ^ own.keys()
@@ -153,8 +153,8 @@ def _require_same_weights(
         what = (
             f"{len(others)} weights are in this checkpoint or in the model but not in both, as {min(others)}"
         )
-    elif differing := sorted(name for name in own if saved[name].shape != own[name].shape):
-        shapes = " and ".join(" x ".join(map(str, held[differing[0]].shape)) for held in (saved, own))
+    elif differing := sorted(name for name in own if tuple(saved[name]) != tuple(own[name])):
+        shapes = " and ".join(" x ".join(map(str, held[differing[0]])) for held in (saved, own))
         what = (
             f"{len(differing)} weights have another shape in this checkpoint than in the model, as "
             f"{differing[0]}: {shapes}"
@@ -177,11 +177,13 @@ def restore(context: Context, updater: Updater, start: Start) -> State:
         state.saved_in, snapshot = start.found
         context.status.beat(Phase.LOAD)
         rows = {} if updater.in_rows is None else updater.in_rows.rows
+        own: dict[str, Sequence[int]] = {name: one.shape for name, one in updater.weights().items()}
+        own |= {name: one.shape for name, one in rows.items()}  # of which this rank has some
+        _require_same_weights(checkpoint.shapes(state.saved_in, "weights"), own, state.saved_in)
         # mapped on the host: on the device they would lie beside the model and the state that take them
         weights, optimizer = (
             checkpoint.read_group(state.saved_in, group, "cpu", rows) for group in ("weights", "optimizer")
         )
-        _require_same_weights(weights, updater.weights(), state.saved_in)
         updater.load(weights, optimizer, snapshot.step)
         context.say(f"resumed from {state.saved_in.name}")
         state.step = state.saved_step = state.equal_step = snapshot.step

@@ -124,6 +124,14 @@ def script(clients: Path, tmp_path: Path) -> Callable[..., str]:
     return run
 
 
+def test_the_script_keeps_the_code_of_a_step_that_ends_while_it_heeds_the_time_limit(
+    script: Callable[..., str], clients: Path, tmp_path: Path
+) -> None:
+    client(clients, "srun", "sleep 0.5\nkill -USR1 $PPID\nsleep 0.2\nexit $CODE")
+    client(clients, "scancel", "sleep 1")
+    assert "exit code 75: held: its time limit is no longer" in script(75, tmp_path / "job.log")
+
+
 def test_the_script_counts_hangs_and_lost_machines_in_a_row(
     script: Callable[..., str], clients: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,48 @@
+"""`trainer score`: whose pictures are measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.scoring_models import write_dinov2
+from tests.unit.data.pictures import write_pair
+from trainer.cli import main
+from trainer.cli.options import Layers
+from trainer.config.writing.dump import dump
+from trainer.telemetry.run_folder import process
+
+TEXT = """\
+family: flux1_dev
+train: {max_train_steps: 1}
+data: {sets: [{img_dir: images}]}
+validation: {prompts: [a cat], metrics: [nearest_train], dinov2_model: models/dinov2}
+output_dir: runs/cats
+"""
+
+
+def test_a_runs_relative_paths_begin_where_it_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for folder, names in ((here, ("a.png", "b.png")), (elsewhere, ("c.png",))):
+        (folder / "images").mkdir(parents=True)
+        for number, name in enumerate(names):
+            write_pair(folder / "images", name, seed=number)
+    run = here / "runs/cats"
+    (run / "samples/step-000000").mkdir(parents=True)
+    write_pair(run / "samples/step-000000", "00.png")
+    (here / "models").mkdir()
+    write_dinov2(here / "models/dinov2")
+    monkeypatch.chdir(here)
+    (here / "my.yaml").write_text(TEXT)
+    (run / "config.resolved.yaml").write_text(dump(Layers([here / "my.yaml"]).load().config))
+    process.begin(run, supervisor=1, runtime_dir=tmp_path / "runtime")
+    monkeypatch.chdir(elsewhere)
+    capsys.readouterr()
+    code = main(["score", str(run), "--metric", "nearest_train", "--json"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    assert json.loads(out)["training_pictures"] == 2
