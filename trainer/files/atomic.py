@@ -126,12 +126,9 @@ def whole_folder(target: Path) -> Iterator[Path]:
     The older folder is kept aside until the new one is in its place: one that an interrupted call left aside
     comes back first. Raises StorageError.
     """
-    temporary = target.with_name(f"{target.name}.tmp")
-    # hidden: nobody's own copy, and nothing that a reader of `target`'s folder takes for a result
-    aside = target.with_name(f".{target.name}.old")
+    temporary, aside = target.with_name(f"{target.name}.tmp"), _aside(target)
     shutil.rmtree(temporary, ignore_errors=True)
-    with no_space_told(target):
-        _put_back(aside, target)
+    put_back(target)
     try:
         with no_space_told(target):
             temporary.mkdir(parents=True)
@@ -149,14 +146,25 @@ def whole_folder(target: Path) -> Iterator[Path]:
             aside.rename(target)
 
 
-def _put_back(aside: Path, target: Path) -> None:
-    """Give the folder that was kept aside its name again, or remove it where `target` was replaced whole."""
+def _aside(target: Path) -> Path:
+    """Where an older folder waits: hidden, so that it is nobody's own copy, and nothing that a reader of the
+    folder around it takes for a result.
+    """
+    return target.with_name(f".{target.name}.old")
+
+
+def put_back(target: Path) -> None:
+    """Give the folder that an interrupted `whole_folder` kept aside its name again, or remove it where
+    `target` was replaced whole. Raises StorageError.
+    """
+    aside = _aside(target)
     if not aside.is_dir():
         return
-    if target.exists():
-        shutil.rmtree(aside)
-    else:
-        aside.rename(target)
+    with no_space_told(target):
+        if target.exists():
+            shutil.rmtree(aside)
+        else:
+            aside.rename(target)
 
 
 def unused_name(path: Path) -> Path:

@@ -200,9 +200,8 @@ def _problems(
             yield path, what, other
         for what in _bad_values(theirs, ours):
             yield path, what, _REMEDY
-        if name != family.trained_component:
-            for key in _without_heads(theirs, ours):
-                yield path, f"it does not say {key}", _REMEDY
+        for key in () if name == family.trained_component else _without_heads(theirs, ours):
+            yield path, f"it does not say {key}", _REMEDY
         if name != family.trained_component and ours.get("eos_token_id") is not None:
             for what in _bad_ids(theirs, "eos_token_id", required="eos_token_id" in theirs):
                 yield path, what, _REMEDY

@@ -15,7 +15,7 @@ CONFIG_FILE = "config.resolved.yaml"
 """The configuration of a run, with what was decided when it began."""
 _PRUNED = ("checkpoints", "samples")
 """Folders whose entries a run prunes."""
-_FOLDERS = frozenset((*_PRUNED, "best", "lora", "model", "tensorboard", "wandb"))
+_FOLDERS = frozenset((*_PRUNED, "best", "lora", "model", ".model.old", "tensorboard", "wandb"))
 # fmt: off
 _FILES = frozenset((
     LOCK_FILE, "before_after.png", CONFIG_FILE, "left_out.jsonl", "log.jsonl", "metrics.jsonl", "plan.json",
@@ -46,7 +46,7 @@ def require_own_names(run_dir: Path) -> None:
         path
         for folder in written
         if folder.name in _PRUNED and folder.is_dir() and not folder.is_symlink()
-        for path in folder.glob("step-*")
+        for path in (*folder.glob("step-*"), *folder.glob(".step-*.old"))
     ]
     links = sorted(path for path in (*written, *pruned) if path.is_symlink())
     if links:

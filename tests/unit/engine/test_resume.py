@@ -108,6 +108,20 @@ def test_what_killed_writes_left_is_removed_and_takes_no_room(tmp_path: Path) ->
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [other]
 
 
+def test_what_a_killed_replacement_kept_aside_is_removed_or_comes_back(tmp_path: Path) -> None:
+    """An older model of tens of GB waited, hidden, for the next export."""
+    step = tmp_path / "checkpoints" / "step-000005"
+    step.mkdir(parents=True)
+    sparse(step.with_name(".step-000005.old") / "big", 1 << 43)
+    older = sparse(tmp_path / ".model.old" / "config.json", 1)
+    resume.require_space(context(tmp_path, disk_bytes=1))
+    assert not older.exists()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "model" / "config.json"]
+    older.parent.mkdir()
+    resume.require_space(context(tmp_path, disk_bytes=1))
+    assert not older.parent.exists() and (tmp_path / "model").is_dir()
+
+
 def test_an_older_model_and_links_to_the_base_make_no_room(tmp_path: Path) -> None:
     """The new model is written beside the older one; what links lead to is the base's."""
     base = sparse(tmp_path / "base" / "encoder.safetensors", 1 << 43)

@@ -22,6 +22,8 @@ from trainer.telemetry.rundir import require_own_names
         "best",
         "checkpoints/step-000004",
         "samples/step-000004.png",
+        ".model.old",
+        "checkpoints/.step-000004.old",
     ],
 )
 def test_a_link_is_refused_with_its_name(tmp_path: Path, name: str) -> None:

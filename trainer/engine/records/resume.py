@@ -17,6 +17,7 @@ from trainer.engine.context import Context
 from trainer.engine.records import checkpoint, early_stop
 from trainer.engine.records.fingerprint import Change, changes, values
 from trainer.errors import ConfigError, NoSpaceError
+from trainer.files import atomic
 from trainer.planning.choose import encoding
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 from trainer.telemetry.status import Phase
@@ -240,6 +241,8 @@ def require_space(context: Context) -> None:
     checkpoint.remove_unfinished(checkpoints)
     for name in ("lora", "model"):
         shutil.rmtree(context.run_dir / f"{name}.tmp", ignore_errors=True)
+    for folder in (context.run_dir / "model", *checkpoint.steps_on_disk(checkpoints)):
+        atomic.put_back(folder)
     free = shutil.disk_usage(context.run_dir).free
     # an older `model` stays until the new one is written; others below `checkpoints` were renamed and stay
     folders = [*(context.run_dir / name for name in ("lora", "best")), *checkpoint.steps_on_disk(checkpoints)]
