@@ -124,7 +124,7 @@
   }
 
   source.addEventListener("points", (event) => {
-    points.push(...JSON.parse(event.detail.data));
+    for (const row of JSON.parse(event.detail.data)) points.push(row);
     soon();
   });
   source.addEventListener("anew", () => {
