@@ -201,6 +201,8 @@ def planned(path: Path) -> dict[str, Any]:
         chosen.append(f"the first {plan['recomputed_blocks']} blocks recomputed")
     if plan["swapped_blocks"]:
         chosen.append(f"{plan['swapped_blocks']} blocks wait in host memory")
+    if plan["sharded_blocks"]:
+        chosen.append(f"{plan['sharded_blocks']} blocks over {plan['shard_group']} GPUs")
     if plan["activation_budget"] != 1.0:
         chosen.append(f"activation budget {plan['activation_budget']}")
     result: dict[str, Any] = {"settings": ", ".join(chosen), "precision": plan["compute"]}

@@ -4,6 +4,8 @@
     python -m bench ranks flux2_dev --base BASE --variants ours-bf16 --ways one,sharded
     python -m bench ranks llama --method full --base BASE --variants ours-bf16,ours-fp8 --ways one
     python -m bench ranks flux1_dev --base BASE --ways one,hosts
+    python -m bench ranks flux1_dev --base BASE --ways one,replicated,sharded --gpus 2,4
+    python -m bench ranks flux1_dev --base BASE --ways auto --gpus 4 --set features.memory_budget=35GiB
 
 Every GPU has one micro-batch a step in each way, so that equal times are perfect weak scaling. Each way runs
 through `trainer train` in processes of its own: round 1 all of them, round 2 all of them again. Times are
@@ -30,14 +32,16 @@ from trainer.config import environment
 from trainer.machine import description, idle
 
 COLUMNS = (
-    *("family", "variant", "way", "what the plan chose", "GPUs", "ms a step", "fastest to slowest", "of one"),
+    *("family", "variant", "way", "GPUs", "what the plan chose", "ms a step", "fastest to slowest", "of one"),
     *("peak GiB", "planned", "predicted ms", "loss"),
 )
-WAYS: Mapping[str, str] = {"one": "", "replicated": "none", "sharded": "full", "hosts": ""}
-"""Ways to spread a run -> `parallel.shard` where it has several GPUs. `hosts`: each GPU is a host's, with a
-supervisor of its own.
+WAYS: Mapping[str, str] = {"one": "", "replicated": "none", "sharded": "full", "auto": "", "hosts": ""}
+"""Ways to spread a run -> `parallel.shard` where it has several GPUs; empty: the plan's choice. `hosts`: each
+GPU is a host's, with a supervisor of its own.
 """
 USUAL = ("one", "replicated", "sharded")
+Spread = tuple[str, str, int]
+"""Variant, way, number of GPUs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,20 +50,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.base = types.require_base(options.base, "--base")
     if environment.read("TRAINER_PROFILE") != "cpu":
         idle.require_gpu(remedy="use a machine with several; TRAINER_PROFILE=cpu tries it on a CPU")
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    found: dict[Spread, list[dict[str, Any]]] = {}
     rows: Sequence[tuple[str, ...]] = ()
     with tempfile.TemporaryDirectory(prefix="bench-", dir=options.work) as name:
         for number in range(1, options.rounds + 1):
             for variant in options.variants:
-                for way in options.ways:
-                    folder = Path(name) / f"{variant}-{way}-{number}"
-                    job = _job(options, way)
+                for way, count in _spread(options):
+                    folder = Path(name) / f"{variant}-{way}-{count}-{number}"
+                    job = _job(options, way, count)
                     sample = ours.train(job, variant, folder, Path(name) / "shared")
                     if not sample.get("problem"):
                         plan = json.loads((folder / "run" / "plan.json").read_text())
                         sample |= {"ranks": plan["ranks"], "predicted": plan["step_milliseconds"]}
-                    found.setdefault((variant, way), []).append(sample)
-                    print(f"round {number}, {variant}, {way}: {_short(sample)}", file=sys.stderr, flush=True)
+                    found.setdefault((variant, way, count), []).append(sample)
+                    what = f"{variant}, {way} of {count}"
+                    print(f"round {number}, {what}: {_short(sample)}", file=sys.stderr, flush=True)
             rows = _rows(options.family, options.method, found)
             if options.record:  # a round is kept where the next one is cut off
                 write_record(options, rows)
@@ -73,7 +78,8 @@ def parser() -> argparse.ArgumentParser:
     one = types.command_parser("ranks", __doc__)
     one.add_argument("family", choices=families.names())
     one.add_argument("--base", type=Path, required=True, help="folder with the full-size configs")
-    one.add_argument("--gpus", type=types.positive, default=2, help="GPUs of the ways but `one`")
+    counts = "GPUs of the ways but `one`: 2,4 runs each way on two and on four"
+    one.add_argument("--gpus", type=types.counts, default=(2,), metavar="N,N", help=counts)
     variants, ways = types.names_of("variant", ours.OURS), types.names_of("way", WAYS)
     one.add_argument("--variants", type=variants, default=("ours-bf16", "ours-fp8"), metavar="NAME,NAME")
     one.add_argument("--ways", type=ways, default=USUAL, metavar="NAME,NAME")
@@ -87,8 +93,13 @@ def parser() -> argparse.ArgumentParser:
     return one
 
 
-def _job(options: argparse.Namespace, way: str) -> ours.Job:
-    count = 1 if way == "one" else options.gpus
+def _spread(options: argparse.Namespace) -> list[tuple[str, int]]:
+    """Ways of a round with their numbers of GPUs, the fewest first."""
+    ones = [("one", 1)] if "one" in options.ways else []
+    return [*ones, *((way, count) for count in options.gpus for way in options.ways if way != "one")]
+
+
+def _job(options: argparse.Namespace, way: str, count: int) -> ours.Job:
     spread = [f"parallel.gpus={count}", f"train.gradient_accumulation_steps={count}"]
     if WAYS[way]:
         spread.append(f"parallel.shard={WAYS[way]}")
@@ -114,12 +125,12 @@ def _short(sample: Mapping[str, Any]) -> str:
 
 
 def _rows(
-    family: str, method: str, found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
+    family: str, method: str, found: Mapping[Spread, Sequence[Mapping[str, Any]]]
 ) -> Sequence[tuple[str, ...]]:
     """The rows of the record; runs that failed are left out."""
     rows, alone = [], dict[str, float]()
     named = family if method == "lora" else f"{family}, {method}"
-    for (variant, way), samples in found.items():
+    for (variant, way, _), samples in found.items():
         times = [time for one in samples for time in one.get("times", ())]
         if not times:
             continue
@@ -130,7 +141,7 @@ def _rows(
         reserved = [one["reserved_gib"] for one in samples if "reserved_gib" in one]
         rows.append(
             (
-                *(named, variant, way, first["settings"], str(first["ranks"])),
+                *(named, variant, way, str(first["ranks"]), first["settings"]),
                 *(f"{median:.1f}", f"{min(times):.0f} to {max(times):.0f}", ratio),
                 f"{max(reserved):.1f}" if reserved else "",
                 f"{first['planned_gib']:.1f}" if "planned_gib" in first else "",
@@ -142,11 +153,11 @@ def _rows(
 
 
 def write_record(options: argparse.Namespace, rows: Sequence[tuple[str, ...]]) -> None:
-    """The record with these rows in the place of those of the same family, variant and way."""
+    """The record with these rows in the place of those of the same family, variant, way and number."""
     update_table(
         options.record,
         rows,
-        keys=3,
+        keys=4,
         title="A step of several GPUs beside one GPU's",
         where=description.describe(options.month),
         command="python -m bench ranks FAMILY --base BASE --record FILE",

@@ -5,11 +5,11 @@
 
 The shipped configuration with random weights on tests/data/real_shaped, by the command line. `stopped`:
 SIGTERM at half of the steps, on with one GPU, SIGTERM again, on with all, to a proved LoRA. `killed`: SIGKILL
-of the last rank, on to a proved LoRA. `hosts`: each GPU is a stand-in for a host, with a supervisor of its
-own; SIGKILL of all that the last one runs, on to a proved LoRA. `launched`: short runs by torchrun and
-accelerate launch beside those of `trainer train`; what two equal runs of one GPU differ by is the measure
-for the rest. The exit code is 1 where something did not end as it must. TRAINER_PROFILE=cpu tries it without
-GPUs.
+of the last rank, on to a proved LoRA, by `--resumed-by` GPUs. `hosts`: each GPU is a stand-in for a host,
+with a supervisor of its own; SIGKILL of all that the last one runs, on to a proved LoRA. `launched`: short
+runs by torchrun and accelerate launch beside those of `trainer train`; what two equal runs of one GPU differ
+by is the measure for the rest. The exit code is 1 where something did not end as it must.
+TRAINER_PROFILE=cpu tries it without GPUs.
 
     python -m bench stops qwen_image --method full --base BASE --work DIR --steps 12
 
@@ -214,7 +214,7 @@ def killed(runs: Runs, options: argparse.Namespace) -> Iterator[Row]:
     fine = ended.code == KILLED and ended.left == 0 and ended.seconds < MOST_SECONDS
     word = f"rank {options.gpus - 1}: SIGKILL"
     yield _row(runs, "killed", "SIGKILL of the last rank", every, ended, fine=fine, word=word)
-    yield _to_the_end(runs, "killed", every)
+    yield _to_the_end(runs, "killed", replace(every, gpus=options.resumed_by or options.gpus))
 
 
 def lost(runs: Runs, options: argparse.Namespace) -> Iterator[Row]:
@@ -354,6 +354,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--base", type=Path, required=True, help="folder with the full-size configs")
     one.add_argument("--work", type=types.folder, required=True, help="for caches and runs")
     one.add_argument("--gpus", type=types.positive, default=2, help="GPUs of the runs of several")
+    resumed = "GPUs that go on after a rank was killed; --gpus if not given"
+    one.add_argument("--resumed-by", type=types.positive, metavar="N", help=resumed)
     one.add_argument("--steps", type=types.positive, default=120, help="of the runs that are interrupted")
     one.add_argument("--short", type=types.positive, default=10, help="steps of the runs by launchers")
     parts = types.names_of("part", PARTS)

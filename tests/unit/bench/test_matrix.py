@@ -62,6 +62,7 @@ def test_figures_are_of_the_second_half(tmp_path: Path) -> None:
     plan: dict[str, Any] = {
         "weights": "fp8", "compile": True, "attention": "cudnn", "activation_checkpointing": False,
         "compute": "fp8", "weight_copies": 2, "modulation": "", "recomputed_blocks": 0, "swapped_blocks": 0,
+        "sharded_blocks": 0, "shard_group": 1,
         "activation_budget": 1.0, "device": "cuda", "accumulation_steps": 4, "step_milliseconds": 250.4,
         "micro_batch_size": 4, "train_memory": [
             {"name": "base weights", "bytes": 20 * 2**30}, {"name": "activations", "bytes": 40 * 2**30},

@@ -49,6 +49,9 @@ def test_ways_alternate_and_their_times_are_compared(
     assert among == [1] * 5
     assert ranks.main([*given, "--ways", "hosts", "--rounds", "1"]) == 0
     assert (asked[-1], among[-1]) == (three[:2], 3)
+    assert ranks.main([*given[:3], *given[5:], "--gpus", "2,3", "--ways", "auto,one", "--rounds", "1"]) == 0
+    two = ("parallel.gpus=2", "train.gradient_accumulation_steps=2")
+    assert asked[-3:] == [one, two, three[:2]]  # the plan chooses, on two and on three
     table: Any = from_json(record.read_text(), "record")
     rows = {row[2]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
     assert [*rows] == ["one", "sharded", "replicated"]

@@ -95,6 +95,13 @@ class Fake(stops.Runs):
         return [{"step": 7, "seconds_per_step": 0.25, "loss": 1.0}]
 
 
+def test_a_killed_run_goes_on_by_the_number_that_is_asked_for(given: list[str]) -> None:
+    said = "resumed from step-000003\nProved: 22 layers"
+    for words, numbers in (([], [4, 4]), (["--resumed-by", "2"], [4, 2])):
+        options = stops.parser().parse_args([*given, "--gpus", "4", *words])
+        assert [row["GPUs"] for row in stops.killed(Fake(said=said), options)] == numbers
+
+
 @pytest.mark.parametrize(
     ("ended", "fine"),
     [
