@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench import arguments as types
 from bench import jobs, memory, processes
+from trainer.families import language
 from trainer.files import atomic
 from trainer.machine import idle
-from trainer.planning.shapes.activations import COUNTED_ATTENTION, COUNTS, FULL, OTHER_ATTENTION
-from trainer.planning.shapes.run_shapes import activation_units, head_bytes
+from trainer.planning.shapes.activations import COUNTED_ATTENTION, COUNTS, OTHER_ATTENTION
+from trainer.planning.shapes.run_activations import activation_units, head_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +74,8 @@ MODES: Mapping[str, tuple[str, ...]] = {
 _NEEDED = ("eager", "eager, recomputed", "compiled", "compiled, recomputed")
 """Modes without which a family has no entry."""
 _WARM_UP = 2
+_LOGITS_TOKENS = 32
+"""Tokens whose logits exist at one time: as many as in a run would hide what a block holds."""
 
 
 class _List(NamedTuple):
@@ -137,6 +140,7 @@ def count(spec: str, tokens: int) -> dict[str, Any]:
     from bench import steps
     from trainer.engine.building.build import build
 
+    language.LOGITS_TOKENS = _LOGITS_TOKENS
     context = jobs.make_context(spec)
     built = build(context)
     forward = steps.make_forward(context, built, tokens)
@@ -232,8 +236,6 @@ def table_entry(
     `beside`, by stack, are values that a block keeps of each token of the caption besides: they are not
     counted apart, but written into the entry by hand, and are left out of the counts. So is
     `fp8_twice_as_bf16`.
-    What is held beyond a block's activations cannot be seen where a language model's head holds more: there
-    it is taken from the mode that recomputes.
     """
     by_mode, beside = {row["mode"]: row for row in rows}, known.get("beside", {})
     some = rows[0]
@@ -242,12 +244,6 @@ def table_entry(
     for mode, row in by_mode.items():
         every, more = row["units"]["every"], _more(row)
         beyond: float = _beyond(row)
-        if row["head"] and "recomputed" not in mode and beyond < 1.1 * row["head"]:
-            style = _style(mode)
-            if f"{style}, recomputed" in by_mode:
-                beyond = _beyond(by_mode[f"{style}, recomputed"]) - max(_more(by_mode[style]))
-            elif style in known.get("ways", {}):
-                beyond = known["ways"][style]["beyond"] * every
         units = [row["units"]["captions" if name in captions else "every"] for name in row["stacks"]]
         left = [0.0 if "recomputed" in mode else beside.get(name, 0.0) for name in row["stacks"]]
         more = [size - part * row["units"]["captions"] for size, part in zip(more, left, strict=True)]
@@ -260,14 +256,6 @@ def table_entry(
         }
     by_hand = {"beside": dict(beside), "fp8_twice_as_bf16": known.get("fp8_twice_as_bf16", False)}
     return {"stacks": list(some["stacks"]), "captions": captions, **by_hand, "ways": ways}
-
-
-def _style(mode: str) -> str:
-    """The mode without what it keeps less of, or other weights: how its blocks compute, and what trains."""
-    parts = mode.split(", ")
-    if parts[0] != FULL:
-        return parts[0]
-    return ", ".join(part for part in parts if part != "recomputed")
 
 
 def _captions(recomputed: Mapping[str, Any]) -> list[str]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from bench import count, memory, processes
 from tests.random_bases import build
 from trainer import families
 from trainer.families import language
+from trainer.families.values import Shape
 from trainer.planning.shapes.activations import OTHER_ATTENTION, Activations, activations, counted
+from trainer.planning.shapes.run_activations import head_bytes
 from trainer.planning.shapes.run_shapes import component_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
@@ -45,13 +48,21 @@ def ways(family: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
-    """Counts of all ways, taken side by side: each takes a minute, mostly of the host, and little memory."""
+def rows(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Counts of the tests' ways, taken side by side: each takes a minute, mostly of the host, and little
+    memory.
+    """
     folder = tmp_path_factory.mktemp("bases")
-    cases = []
-    for family in families.names():
+    items = [one for one in request.session.items if one.path == request.path]
+    asked = [one.callspec.params for one in items if "way" in one.callspec.params]
+    for family in {params["family"] for params in asked}:
         build(family, "full", folder / family, weights=False)
-        cases += [memory.Case(family, folder / family, way, count.MODES[way]) for way in ways(family)]
+    cases = [
+        memory.Case(params["family"], folder / params["family"], params["way"], count.MODES[params["way"]])
+        for params in asked
+    ]
     found = processes.side_by_side(count.counted_row, cases, jobs=_SIDE_BY_SIDE * len(processes.visible()))
     return {(row["family"], row["mode"]): row for row in found}
 
@@ -84,7 +95,7 @@ def test_a_step_holds_what_is_committed(
 
 def _planned(family: str, blocks: dict[str, int], row: dict[str, Any], *, compiled: bool) -> Activations:
     units = (row["units"]["every"], row["units"]["captions"])
-    one, more = families.get(family), 0.0
+    one, more = families.get(family), (0.0, 0.0)
     if one.sample_kind == "conversation":  # its blocks were counted of another shape
         config = component_config(one, None, one.trained_component)
         more = language.more_values(config, linear_inputs=False, compiled=compiled)
@@ -97,3 +108,22 @@ def _planned(family: str, blocks: dict[str, int], row: dict[str, Any], *, compil
         head=row["head"],
         more=more,
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_head_holds_what_is_planned(dtype: torch.dtype) -> None:
+    """Beside what its loss keeps for backward; in fp16 logits exist again there."""
+    one = families.get("qwen3")
+    config = component_config(one, None, one.trained_component)
+    tokens, width = 2048, config["hidden_size"]
+    shape = Shape(batch_size=1, width=1, height=1, text_tokens=tokens, bytes_per_value=2, controls=0)
+    head = torch.nn.Linear(width, config["vocab_size"], bias=False, device="cuda", dtype=dtype)
+    head.requires_grad_(False)
+    states = torch.randn(tokens, width, device="cuda", dtype=dtype, requires_grad=True)
+    labels = torch.randint(config["vocab_size"], (tokens,), device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    language._token_losses(head, states, labels, torch.ones(tokens, device="cuda")).sum().backward()
+    held = torch.cuda.max_memory_allocated() - before
+    planned = head_bytes(one, config, shape, again=dtype == torch.float16)
+    assert 0.95 * planned <= held <= MOST * planned

@@ -351,7 +351,7 @@ def test_blocks_keep_beside_llamas_what_is_planned(name: str, width: int, full: 
             linear_inputs=full,
             compiled=compiled,
             trained=full,
-        )
+        )[0]
         for one, size in (("llama", 32), (name, width))
     ]
     # a norm keeps one fp32 number of each head besides

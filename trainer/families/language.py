@@ -47,12 +47,14 @@ _NORMS_OF_HEADS = ("qwen3",)
 
 def more_values(
     config: Mapping[str, Any], *, linear_inputs: bool, compiled: bool = True, trained: bool = False
-) -> float:
-    """Values by token and width that a block keeps for backward beyond the 8B's, which were counted.
+) -> tuple[float, float]:
+    """Values by token and width that a block keeps for backward beyond the 8B's, which were counted, and
+    that one holds which is computed again.
 
     The MLP keeps gate, activated gate and up (`linear_inputs`: their product too), attention queries, keys,
     values and output. Norms of heads keep their input, uncompiled in fp32, which is two values, and of those
-    that are `trained` what the weight is multiplied with.
+    that are `trained` what the weight is multiplied with. Compiled and computed again, a LoRA's block holds
+    most in its MLP, of four values, when nothing of its attention is there.
     """
     inner, hidden = config["intermediate_size"] / config["hidden_size"], config["hidden_size"]
     heads = config["num_attention_heads"]
@@ -60,7 +62,8 @@ def more_values(
     keys = config.get("num_key_value_heads", heads) * _head_width(config) / hidden
     norms = (1 if compiled else 3 if trained else 2) if config.get("model_type") in _NORMS_OF_HEADS else 0
     more = (4 if linear_inputs else 3) * (inner - 3.5) + 2 * (keys - 0.25) + 2 * (queries - 1)
-    return more + norms * (queries + keys)
+    more += norms * (queries + keys)
+    return more, 4 * (inner - 3.5) if compiled and not trained else more
 
 
 def attention_shape(config: Mapping[str, Any], shape: Shape) -> AttentionShape:

@@ -19,12 +19,12 @@ from trainer.planning.shapes.activations import COUNTS, full_way
 from trainer.planning.shapes.run_shapes import CONFIGS
 
 
-def row(mode: str, stacks: dict[str, int], *, fixed: int, beyond: int, head: int = 0) -> dict[str, Any]:
+def row(mode: str, stacks: dict[str, int], *, fixed: int, beyond: int) -> dict[str, Any]:
     """Counts of one and two blocks, where each keeps so many bytes."""
 
     def held(numbers: list[int]) -> dict[str, int]:
         kept = fixed + sum(number * size for number, size in zip(numbers, stacks.values(), strict=True))
-        return {"kept": kept, "peak": kept + max(beyond, head)}
+        return {"kept": kept, "peak": kept + beyond}
 
     ones = [1] * len(stacks)
     cuts = [ones, *([*ones[:kind], 2, *ones[kind + 1 :]] for kind in range(len(ones)))]
@@ -33,7 +33,7 @@ def row(mode: str, stacks: dict[str, int], *, fixed: int, beyond: int, head: int
         "mode": mode,
         "stacks": list(stacks),
         "units": {"every": 1000, "captions": 100},
-        "head": head,
+        "head": 0,
         "counted": {",".join(map(str, cut)): held(cut) for cut in cuts},
     }
 
@@ -55,18 +55,6 @@ def test_an_entry_has_units_of_the_tokens_that_blocks_see() -> None:
             "eager, recomputed": {"fixed": 2.0, "blocks": [1.0, 1.0], "beyond": 30.0},
         },
     }
-
-
-def test_what_a_head_hides_is_taken_from_recomputed_blocks() -> None:
-    entry = count.table_entry(
-        [
-            row("eager", {"layers": 19000}, fixed=1000, beyond=8000, head=24000),
-            row("eager, all linears", {"layers": 23000}, fixed=1000, beyond=8000, head=24000),
-            row("eager, recomputed", {"layers": 1000}, fixed=3000, beyond=27500, head=24000),
-        ]
-    )
-    beyond = {way: found["beyond"] for way, found in entry["ways"].items()}
-    assert beyond == {"eager": 8.5, "eager, all linears": 8.5, "eager, recomputed": 27.5}
 
 
 def test_the_committed_table_is_as_the_command_writes_it() -> None:
@@ -96,7 +84,7 @@ def test_values_of_captions_are_left_out_of_the_counts() -> None:
 
 
 def test_one_mode_alone_is_added_to_what_is_known() -> None:
-    """With the family's own stacks of captions, what its head hides, and what was written by hand."""
+    """With the family's own stacks of captions, and what was written by hand."""
     known = {
         "stacks": ["text", "image"],
         "captions": ["text"],
@@ -112,8 +100,6 @@ def test_one_mode_alone_is_added_to_what_is_known() -> None:
             "compiled, int8, budget 0.6": {"fixed": 1.0, "blocks": [2.0, 2.0], "beyond": 15.0},
         }
     }
-    hidden = row("compiled, nf4, budget 0.6", {"text": 200, "image": 2400}, fixed=1000, beyond=9, head=24000)
-    assert count.table_entry([hidden], known)["ways"]["compiled, nf4, budget 0.6"]["beyond"] == 8.5
 
 
 def test_a_child_that_sees_one_gpu_runs_on_its_first(
@@ -140,20 +126,6 @@ def test_a_child_that_sees_one_gpu_runs_on_its_first(
     assert (plan.ranks, plan.devices) == (1, (1,))
     assert answer == {"seen": 1}
     assert [one.devices for one in plans] == [(0,)]
-
-
-def test_full_modes_have_what_heads_hide_from_their_own_recomputed_blocks() -> None:
-    entry = count.table_entry(
-        [
-            row("full, compiled", {"layers": 19000}, fixed=1000, beyond=8000, head=24000),
-            row("full, compiled, recomputed", {"layers": 1000}, fixed=3000, beyond=27500, head=24000),
-            row("full, compiled, fp8", {"layers": 12000}, fixed=1000, beyond=8000, head=24000),
-            row("full, compiled, fp8, recomputed", {"layers": 1000}, fixed=3000, beyond=29000, head=24000),
-        ],
-        {"captions": [], "ways": {}},
-    )
-    beyond = {way: found["beyond"] for way, found in entry["ways"].items()}
-    assert (beyond["full, compiled"], beyond["full, compiled, fp8"]) == (8.5, 17.0)
 
 
 @pytest.mark.parametrize("mode", [mode for mode in count.MODES if mode.startswith("full")])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from trainer import families
+from trainer.config.schema import RunConfig
 from trainer.families import language
 from trainer.planning.shapes.activations import FULL, PLAIN, Activations, Held, activations, counted
 from trainer.planning.shapes.geometry import stacks, table_component
-from trainer.planning.shapes.run_shapes import component_config
+from trainer.planning.shapes.run_shapes import component_config, run_geometry
 
 COUNTS: dict[str, Any] = {
     "stacks": ["text", "image"],
@@ -194,12 +196,12 @@ LLAMA_8B = {
 
 
 def test_blocks_of_another_shape_keep_more_or_less() -> None:
-    assert language.more_values(LLAMA_8B, linear_inputs=False) == 0.0
+    assert language.more_values(LLAMA_8B, linear_inputs=False) == (0.0, 0.0)
     one = {**LLAMA_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32}
-    assert language.more_values({**one, "head_dim": 64}, linear_inputs=False) == 3 * (4 - 3.5)
-    assert language.more_values({**one, "head_dim": 64}, linear_inputs=True) == 4 * (4 - 3.5)
+    assert language.more_values({**one, "head_dim": 64}, linear_inputs=False)[0] == 3 * (4 - 3.5)
+    assert language.more_values({**one, "head_dim": 64}, linear_inputs=True)[0] == 4 * (4 - 3.5)
     whole = {**LLAMA_8B, "num_key_value_heads": 32}
-    assert language.more_values(whole, linear_inputs=False) == 2 * 0.75
+    assert language.more_values(whole, linear_inputs=False)[0] == 2 * 0.75
     more = activations(
         COUNTS,
         {"image": 3, "text": 2},
@@ -207,11 +209,46 @@ def test_blocks_of_another_shape_keep_more_or_less() -> None:
         compiled=False,
         linear_inputs=False,
         head=0,
-        more=1.5,
+        more=(1.5, 1.5),
     )
     assert more.whole.blocks == (115, 115, 2150, 2150, 2150)
     assert more.recomputed.blocks == found().recomputed.blocks
     assert more.recomputed.beyond == found().recomputed.beyond + 150
+
+
+def test_a_block_that_is_computed_again_holds_its_mlp_of_another_width() -> None:
+    other = {**LLAMA_8B, "intermediate_size": 12288, "num_key_value_heads": 32}
+    assert language.more_values(other, linear_inputs=False) == (0.0, -2.0)
+    for alike in ({"compiled": False}, {"trained": True}):
+        assert language.more_values(other, linear_inputs=False, **alike) == (0.0, 0.0)
+    again = activations(
+        COUNTS,
+        {"image": 3, "text": 2},
+        (100, 10),
+        compiled=True,
+        linear_inputs=True,
+        head=0,
+        more=(1.5, 4.0),
+    )
+    assert again.recomputed.beyond == 2000 + 500 + 400
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "each"),
+    [
+        pytest.param({}, "bf16", 6, id="once"),
+        pytest.param({}, "fp16", 12, id="fp16"),
+        pytest.param({"lora__target_modules": ["q_proj", "lm_head"]}, "bf16", 12, id="adapter-on-the-head"),
+    ],
+)
+def test_logits_that_exist_again_in_backward_take_twice_as_much(
+    changes: dict[str, Any], dtype: str, each: int, config: Callable[..., RunConfig]
+) -> None:
+    family = families.get("llama")
+    asked = config(family="llama", data__max_sequence_length=4096, train__train_batch_size=1, **changes)
+    geometry = run_geometry(family, asked, model_folder=None, dtype=dtype)
+    states = 4096 * 4096 * 2
+    assert geometry.activations.head == 512 * 128_256 * each + states
 
 
 def test_an_edit_model_without_its_own_modulation_of_controls_is_counted_as_qwen_image() -> None:

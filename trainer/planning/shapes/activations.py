@@ -181,35 +181,35 @@ def activations(
     compiled: bool,
     linear_inputs: bool,
     head: int,
-    more: float = 0.0,
+    more: tuple[float, float] = (0.0, 0.0),
     adapter: Kept = NOTHING_KEPT,
     spared: Spared = MappingProxyType({}),
     trained: str = "",
 ) -> Activations:
     """Activations from a family's counts and the number of blocks of each stack.
 
-    `linear_inputs`: the inputs of all linears are kept as well. `more` units are added to what each block
-    keeps: it is not of the shape that was counted. `adapter` is held beyond a plain LoRA, `spared` not held.
-    `trained`: type of a full fine-tune's products, with counts of its own or those of a LoRA on all linears.
+    `linear_inputs`: inputs of all linears are kept too. `more`: units that each block keeps, and one that is
+    computed again holds, beyond those that were counted. `adapter` is held beyond a plain LoRA, `spared` not
+    held. `trained`: type of a full fine-tune's products, with its own counts or a LoRA's on all linears.
     """
     ways, style = counts["ways"], "compiled" if compiled else "eager"
-    (every, captions), (kept, beyond_kept) = units, adapter
-    caption_bytes = [counts["beside"].get(name, 0.0) * captions for name in counts["stacks"]]  # only read
+    (every, captions), (kept, beyond_kept), (more_kept, more_again) = units, adapter, more
+    caption_bytes = [counts["beside"].get(name, 0.0) * captions for name in counts["stacks"]]
 
     def held(way: str, *, recomputes: bool = False) -> Held:
-        found, each = ways[way], list[int]()
-        extra = _extra(ways, way, more, linear_inputs=linear_inputs)
+        found, each, extra = ways[way], list[int](), _extra(ways, way, more_kept, linear_inputs=linear_inputs)
         for number, name in enumerate(counts["stacks"]):
             unit = captions if name in counts["captions"] else every
             size = found["blocks"][number] * unit
             if not recomputes:
                 size += extra[number] * unit + caption_bytes[number] + kept.get(name, 0)
             if way == style:  # budgets are shares of less, and were not counted so
-                size -= _spared(spared.get(name, (0, 0)), (extra[number] - more) * unit)
+                size -= _spared(spared.get(name, (0, 0)), (extra[number] - more_kept) * unit)
             each += [int(size)] * blocks.get(name, 0)
         beyond = found["beyond"] * every + beyond_kept
         if recomputes:  # one block's
-            beyond += max(extra) * every + max(caption_bytes) + max(kept.values(), default=0)
+            beyond += (max(extra) - more_kept + more_again) * every
+            beyond += max(caption_bytes) + max(kept.values(), default=0)
         return Held(fixed=int(found["fixed"] * every), blocks=tuple(each), beyond=int(beyond))
 
     whole, inside, outside = _counted_ways(ways, style, trained)

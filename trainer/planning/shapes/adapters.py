@@ -34,6 +34,8 @@ class PlannedAdapter(NamedTuple):
     """Bytes that it keeps in a micro-batch."""
     spared: Spared
     """Bytes that a block of each stack does not keep, since layers of it are frozen."""
+    of_head: bool = False
+    """Whether a language model's head has one."""
 
 
 def planned_adapter(
@@ -80,7 +82,7 @@ def planned_adapter(
             lambda name: tokens_of(name) * shape.bytes_per_value,
             first,
         )
-    return PlannedAdapter(adapter_parameters(adapted, lora), len(adapted), kept, spared)
+    return PlannedAdapter(adapter_parameters(adapted, lora), len(adapted), kept, spared, _HEAD in adapted)
 
 
 def spared_bytes(

@@ -19,28 +19,18 @@ from trainer.config import environment
 from trainer.config.schema import RunConfig
 from trainer.data.sets.controls import control_folders
 from trainer.errors import AccessError
-from trainer.families import language
 from trainer.families.family import Family
 from trainer.families.values import Shape
 from trainer.files.component_shapes import packed_size, stored_as
 from trainer.files.weight_files import weight_files
 from trainer.modeling.base.base import read_config
-from trainer.planning.shapes.activations import (
-    FP8,
-    PLAIN,
-    Activations,
-    Units,
-    activations,
-    counted,
-)
-from trainer.planning.shapes.adapters import TEXT_SIDE, PlannedAdapter, planned_adapter
+from trainer.planning.shapes.adapters import TEXT_SIDE, planned_adapter
 from trainer.planning.shapes.geometry import (
     NO_LINEARS,
     ComponentGeometry,
     Geometry,
     Linears,
     Role,
-    Stack,
     fp32_parameters,
     kept_in_fp32,
     largest_product,
@@ -62,11 +52,11 @@ from trainer.planning.shapes.mix import (
     usual_parts,
 )
 from trainer.planning.shapes.model_flops import linear_flops
+from trainer.planning.shapes.run_activations import run_activations
 from trainer.planning.shapes.shape_classes import matmul_shape_class, shape_class
 from trainer.ways.storages import VALUE_BYTES
 
 CONFIGS = Path(__file__).parents[2] / "families" / "configs"
-_ATTENTION_PRESET = "attention"
 # peaks of live tensors, counted by a dispatch mode on diffusers' AutoencoderKL and transformers' T5-XXL at
 # 512 tokens: decoding, the larger of the two directions, 3.1 of (widest channels at full size x pixels); T5
 # 44.6 of (tokens x ff)
@@ -80,8 +70,6 @@ _CONTROL_TOKENS = 200
 _CAPTION_TOKENS = 104
 # the same for families whose text encoder sees the images too, one of 384 x 384 pixels among them
 _CAPTION_TOKENS_WITH_IMAGES = 384
-# one logit with its fp32 copy, softmax and gradients, as counted on a GPU
-_LOGIT_BYTES = 12.5
 _OVER_THE_VOCABULARY = re.compile("embed|shared|lm_head")
 
 
@@ -114,7 +102,7 @@ def run_geometry(
     packed, modulation, stored, stored_bytes = _packed(family, config, trained, base)
     kept = () if dtype == "fp32" else kept_in_fp32(family.name)
     repeated = stacks(trained, family.high_precision, () if stored_bytes else family.modulation, kept)
-    eager, compiled, in_fp8 = _activations(family, config, model_config, shape, repeated, adapter)
+    held = run_activations(family, config, model_config, shape, repeated, adapter, dtype=dtype)
     text, vae, tiled = _encoder_peaks(family, config, components, folders, shape.bytes_per_value)
     geometry = Geometry(
         components=tuple(components),
@@ -124,9 +112,9 @@ def run_geometry(
         modulation=modulation,
         stored_as=stored,
         stored_bytes=stored_bytes,
-        activations=eager,
-        activations_compiled=compiled,
-        activations_fp8=in_fp8,
+        activations=held.eager,
+        activations_compiled=held.compiled,
+        activations_fp8=held.in_fp8,
         fp32_parameters=fp32_parameters(trained.shapes, kept),
         stacks=repeated,
         text_bytes_peak=text,
@@ -238,63 +226,6 @@ def run_shape(config: RunConfig, family: Family, *, bytes_per_value: int) -> Sha
         bytes_per_value=bytes_per_value,
         controls=controls,
     )
-
-
-def _activations(
-    family: Family,
-    config: RunConfig,
-    model_config: Mapping[str, Any],
-    shape: Shape,
-    repeated: Sequence[Stack],
-    adapter: PlannedAdapter,
-) -> tuple[Activations, Activations, Activations | None]:
-    """Activations of a micro-batch, eager, compiled, and compiled with products of trained weights in FP8,
-    from the family's counts.
-    """
-    full = config.method == "full"
-    linear_inputs = full or config.lora.target_modules != _ATTENTION_PRESET
-    talks = family.sample_kind == "conversation"
-
-    def planned(*, compiled: bool, trained: str = PLAIN if full else "") -> Activations:
-        more = (
-            language.more_values(model_config, linear_inputs=linear_inputs, compiled=compiled, trained=full)
-            if talks
-            else 0.0
-        )
-        return activations(
-            counted(family.counted_as(model_config)),
-            {stack.name: stack.blocks for stack in repeated},
-            activation_units(family, model_config, shape),
-            compiled=compiled,
-            linear_inputs=linear_inputs,
-            more=more,
-            head=head_bytes(family, model_config, shape),
-            adapter=adapter.kept,
-            spared=adapter.spared,
-            trained=trained,
-        )
-
-    in_fp8 = planned(compiled=True, trained=FP8) if full else None
-    return (
-        planned(compiled=False),
-        planned(compiled=True),
-        None if in_fp8 is None or in_fp8.stand_in else in_fp8,
-    )
-
-
-def activation_units(family: Family, model_config: Mapping[str, Any], shape: Shape) -> Units:
-    """Bytes of one value of every token of a micro-batch."""
-    attention = family.attention_shape(model_config, shape)
-    value = model_config.get("hidden_size", attention.heads * attention.head_width) * shape.bytes_per_value
-    return attention.batch_size * attention.tokens * value, shape.batch_size * shape.text_tokens * value
-
-
-def head_bytes(family: Family, model_config: Mapping[str, Any], shape: Shape) -> int:
-    """The most that a language model's logits take; 0 for others, whose heads are no larger than a block."""
-    if family.sample_kind != "conversation":
-        return 0
-    tokens = min(shape.batch_size * shape.text_tokens, language.LOGITS_TOKENS)
-    return int(tokens * model_config["vocab_size"] * _LOGIT_BYTES)
 
 
 def roles(family: Family) -> dict[str, Role]:
