@@ -68,6 +68,18 @@ def curves_name(stem: str) -> str:
     return f"bench-{stem}-losses.png"
 
 
+def scaling_name(stem: str) -> str:
+    """File name of the plot of a record's numbers of GPUs."""
+    return f"bench-{stem}-scaling.png"
+
+
+def scaled(record: Record | Table) -> bool:
+    """True where a table has steps of more than two GPUs beside one GPU's."""
+    if not isinstance(record, Table) or not {"GPUs", "of one", "way"} <= set(record.columns):
+        return False
+    return any(int(row[record.columns.index("GPUs")]) > 2 for row in record.rows)
+
+
 def plotted(record: Record | Table) -> bool:
     """True where a record has at least two bars to compare."""
     return isinstance(record, Record) and sum(row.milliseconds is not None for row in record.rows) > 1
@@ -84,6 +96,8 @@ def _section(stem: str, record: Record | Table) -> str:
         parts.append(markdown(record.columns, record.rows).rstrip())
         if record.curves is not None:
             parts.append(f"![Losses](images/{curves_name(stem)})")
+        if scaled(record):
+            parts.append(f"![Work of several GPUs](images/{scaling_name(stem)})")
     else:
         parts[-1] += _setup(record.rows)
         parts.append(_rows_table(record))

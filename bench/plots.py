@@ -11,7 +11,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from bench.page import curves_name, plot_names, plotted
+from bench.page import curves_name, plot_names, plotted, scaled, scaling_name
 from bench.record import Record, Row
 from trainer.files import atomic
 from trainer.telemetry.measurement import Curves, Table
@@ -24,13 +24,17 @@ _HEADROOM = 1.06
 
 
 def write_plots(records: Mapping[str, Record | Table], folder: Path) -> None:
-    """Two PNGs for each record that has something to compare, and one of losses where it has them."""
+    """Two PNGs for each record that has something to compare, one of losses where it has them, one of steps
+    of several GPUs.
+    """
     for stem, record in records.items():
         figures: dict[str, Any] = {}
         if isinstance(record, Record) and plotted(record):
             figures = dict(zip(plot_names(stem), (bars(record), scatter(record)), strict=True))
         elif isinstance(record, Table) and record.curves is not None:
             figures = {curves_name(stem): lines(record.title, record.curves)}
+        elif isinstance(record, Table) and scaled(record):
+            figures = {scaling_name(stem): scaling(record)}
         for name, figure in figures.items():
             folder.mkdir(parents=True, exist_ok=True)
             with atomic.writing(folder / name) as file:
@@ -89,6 +93,33 @@ def lines(title: str, curves: Curves) -> Any:
         colour = _COLOURS[number % len(_COLOURS)] if number else _OTHERS
         axes.plot(ends, losses, label=name, color=colour, linewidth=width)
     figure.legend(loc="outside lower center", ncols=min(3, len(curves.losses)), frameon=False)
+    return figure
+
+
+def scaling(record: Table) -> Any:
+    """GPUs to the right, upwards how many times one GPU's work they do in its time; a line a family, variant
+    and way, dashed what equal steps would give.
+    """
+    known: dict[str, dict[int, float]] = {}
+    for cells in record.rows:
+        row = dict(zip(record.columns, cells, strict=True))
+        if row["of one"]:
+            name = " ".join((row["family"], row["variant"].removeprefix("ours-"), row["way"]))
+            known.setdefault(name, {})[int(row["GPUs"])] = int(row["GPUs"]) / float(row["of one"])
+    several = {name: points for name, points in known.items() if max(points) > 1}
+    most = max(max(points) for points in several.values())
+    figure = _figure(6.5)
+    axes = figure.subplots()
+    axes.set_title(f"{record.title}: work in one GPU's time", loc="left", fontsize=14)
+    axes.set(xlabel="GPUs", ylabel="times the work of one GPU", xticks=range(1, most + 1))
+    axes.grid(color="#d1d9e0")
+    axes.plot([1, most], [1, most], color=_OTHERS, linestyle="--", label="equal steps")
+    for number, (name, points) in enumerate(several.items()):
+        counts, colour = sorted({1: 1.0, **points}.items()), _COLOURS[number % len(_COLOURS)]
+        axes.plot(
+            *zip(*counts, strict=True), label=name, color=colour, marker=_MARKERS[number % len(_MARKERS)]
+        )
+    figure.legend(loc="outside lower center", ncols=min(3, len(several) + 1), frameon=False)
     return figure
 
 

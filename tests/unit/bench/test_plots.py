@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from bench import plots, record
+from bench import page, plots, record
 from bench.record import Record
 from tests.unit.bench.test_bench import record_of, row
+from trainer.telemetry.measurement import Table
 
 RECORDS = {stem: one for stem, one in record.read_records().items() if isinstance(one, Record)}
 
@@ -66,6 +68,27 @@ def test_dots_have_a_colour_a_family_and_ours_are_filled() -> None:
     found = [(line.get_color(), line.get_markerfacecolor() == "none", line.get_marker()) for line in lines]
     ours, other = "#0969da", "#bf3989"
     assert found == [(ours, False, "o"), (ours, True, "s"), (other, False, "o"), (other, True, "s")]
+
+
+def test_steps_of_several_gpus_are_drawn_as_work_beside_one_gpus() -> None:
+    columns = ("family", "variant", "way", "GPUs", "of one")
+    rows = [
+        ("flux1_dev", "ours-fp8", "one", "1", "1.000"),
+        ("flux1_dev", "ours-fp8", "replicated", "2", "1.000"),
+        ("flux1_dev", "ours-fp8", "replicated", "4", "1.250"),
+        ("flux1_dev", "ours-fp8", "sharded", "4", "1.600"),
+        ("flux1_dev", "ours-fp8", "auto", "4", ""),  # one GPU was not measured beside it
+    ]
+    machine = record_of().machine
+    table = Table(title="x", text="", machine=machine, command="", columns=columns, rows=tuple(rows))
+    assert page.scaled(table)
+    assert not page.scaled(dataclasses.replace(table, rows=tuple(rows[:2])))
+    equal, *found = plots.scaling(table).axes[0].lines
+    assert (list(equal.get_xdata()), list(equal.get_ydata())) == ([1, 4], [1, 4])
+    assert {line.get_label(): dict(zip(*line.get_data(), strict=True)) for line in found} == {
+        "flux1_dev fp8 replicated": {1: 1.0, 2: 2.0, 4: 3.2},
+        "flux1_dev fp8 sharded": {1: 1.0, 4: 2.5},
+    }
 
 
 def test_a_picture_changes_where_what_it_shows_does(tmp_path: Path) -> None:
