@@ -416,6 +416,10 @@ CASES: dict[str, Bad] = {
         content("x.tiff", encoded(Image.new("I", (40, 30), 100_000), "TIFF")),
         ("x.tiff", "values of 32 bits", "8 or 16 bits"),
     ),
+    "32 bits, small values": bad(
+        content("x.tiff", encoded(Image.new("I", (40, 30), 200), "TIFF")),
+        ("x.tiff", "values of 32 bits", "8 or 16 bits"),
+    ),
     "16 bits with a transparent value": bad(
         sixteen_bits_with_a_hole,
         ("x.png", "16 bits, of which one value means transparent", "8 or 16 bits"),

@@ -39,8 +39,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
     Every pixel by itself, so a large picture goes strip by strip: it would take six copies of itself else.
 
     Profiles are applied with relative colorimetric intent and black point compensation; 16 bits become 8 by
-    their upper half, before that. Raises UnreadableModeError for floating point and 32-bit values, and for
-    16 bits with a transparent one.
+    their upper half, before that. Raises UnreadableModeError for floating point, 32-bit and signed values, and
+    for 16 bits with a transparent one.
     """
     # PIL turns a TIFF that counts from white round for eight bits only
     tags = image.tag_v2 if isinstance(image, TiffImageFile) and image.mode == "I;16" else {}
@@ -89,9 +89,9 @@ def _eight_bits(image: Image.Image, *, inverted: bool) -> Image.Image:
         return image
     if "transparency" in image.info:
         raise UnreadableModeError("16 bits, of which one value means transparent")
-    values = np.asarray(image)  # 16 bits, or 32 with a sign: nothing wider, pictures may be huge
-    if values.dtype.itemsize > 2 and (values.min() < 0 or values.max() > 0xFFFF):
-        raise UnreadableModeError("values of 32 bits, of which nobody says what is white")
+    values = np.asarray(image)  # nothing wider, pictures may be huge
+    if values.dtype.itemsize > 2:  # small values are no 16 bits: by their upper half they would be black
+        raise UnreadableModeError("values of 32 bits, or with a sign, of which nobody says what is white")
     if inverted:
         values = 0xFFFF - values
     return Image.fromarray((values >> 8).astype(np.uint8))
