@@ -62,7 +62,7 @@ class Snapshot:
     fingerprint: Mapping[str, str]
     """Values that a run that goes on must share, by name."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Values of which a resume tells the changes, by name; empty in checkpoints of 0.1.0."""
+    """Values of which a resume tells the changes, by name; empty in checkpoints of earlier versions."""
     early_stop: Mapping[str, Any] = field(default_factory=dict)
     """Rounds of validation, as `early_stop.Patience`; empty in older checkpoints."""
 
@@ -163,7 +163,7 @@ def newest_valid(
         problem = damage(folder, on_chunk)
         if problem is None:
             if not _read_state(folder)["sha256"]:
-                say(f"checkpoint {folder.name} is of trainer 0.1.0 and has no checksums to check it by")
+                say(f"checkpoint {folder.name} is of an earlier version and has no checksums to check it by")
             return folder, read_snapshot(folder)
         say(f"checkpoint {folder.name} is damaged and is passed over: {problem}")
     return None
