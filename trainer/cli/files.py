@@ -16,7 +16,13 @@ _PATH = GivenPath()
 @shown_below_options
 @click.command()
 @click.argument("file", type=_FILE)
-@click.option("--format", "form", type=click.Choice(("comfyui", "diffusers")), required=True)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(("comfyui", "diffusers")),
+    required=True,
+    help="The program that the new file is for.",
+)
 @click.option("--to", "target", metavar="FILE", type=_PATH, help="The new file; beside FILE when not given.")
 @click.option("--family", metavar="NAME", help="For a file that does not say its model family.")
 def export(file: Path, form: str, target: Path | None, family: str | None) -> None:

@@ -32,7 +32,13 @@ _FILE, _FOLDER = LoraFile(), GivenPath(exists=True, file_okay=False)
 @click.option(
     "--try", "folder", type=_FOLDER, help="Draw what its try.json says, into this folder, and no more."
 )
-@click.option("--picture", type=GivenPath(), default=Path("sample.png"), show_default=True)
+@click.option(
+    "--picture",
+    type=GivenPath(),
+    default=Path("sample.png"),
+    show_default=True,
+    help="PNG to write, with all prompts.",
+)
 def sample(
     layers: Layers,
     lora: Path | None,

@@ -235,7 +235,7 @@ class Local:
             if self._seen(one).state in ALIVE:
                 raise ConfigError(f"{label(one)} runs", where="queue", remedy="stop it first")
             if one.gpus == (CPU,):
-                remedy = "add its configuration again without --on cpu"
+                remedy = "add it again where GPUs are, without --on cpu and TRAINER_PROFILE=cpu"
                 raise ConfigError(f"{label(one)} computes on the CPU", where="queue", remedy=remedy)
             if gpus and len(set(gpus)) != one.count:
                 what = f"{label(one)} takes {one.count}, and {len(set(gpus))} are named"

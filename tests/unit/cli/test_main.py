@@ -55,6 +55,15 @@ def test_every_row_leads_to_a_command_with_examples(name: str, capsys: pytest.Ca
     assert heading and f"trainer {name}" in examples
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_says_what_it_does(name: str) -> None:
+    module, _, attribute = COMMANDS[name].target.partition(":")
+    command = vars(importlib.import_module(module))[attribute]
+    ways = command.commands.values() if isinstance(command, click.Group) else [command]
+    options = [one for way in ways for one in way.params if isinstance(one, click.Option)]
+    assert [one.opts for one in options if not one.help] == []
+
+
 def test_help_names_every_command_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out

@@ -39,8 +39,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
     Every pixel by itself, so a large picture goes strip by strip: it would take six copies of itself else.
 
     Profiles are applied with relative colorimetric intent and black point compensation; 16 bits become 8 by
-    their upper half, before that. Raises UnreadableModeError for floating point, 32-bit and signed values, and
-    for 16 bits with a transparent one.
+    their upper half, before that. Raises UnreadableModeError for floating point, 32-bit and signed values,
+    and for 16 bits with a transparent one.
     """
     # PIL turns a TIFF that counts from white round for eight bits only
     tags = image.tag_v2 if isinstance(image, TiffImageFile) and image.mode == "I;16" else {}

@@ -70,7 +70,8 @@ def compile_obstacle(situation: Situation) -> str:
     """Why blocks are not compiled here; empty where they can be."""
     option = plain_path(situation.config)
     if option:
-        return f"{option} keeps to the plain path: compiled blocks are for plain LoRA in bf16 and fp32"
+        compiled = "compiled blocks are for plain LoRA and full fine-tunes in bf16 and fp32"
+        return f"{option} keeps to the plain path: {compiled}"
     if situation.on_gpu and "triton" not in situation.facts.packages:
         return "it needs triton, which is not installed"
     return "" if situation.facts.c_compiler else "it needs a C compiler (gcc or clang), and there is none"

@@ -159,7 +159,7 @@ def kept_bytes(
 def plain_path(config: RunConfig) -> str:
     """The option because of which blocks are neither compiled nor wait in host memory; empty without one.
 
-    What makes a run fast was tuned and proved for plain LoRA in bf16.
+    What makes a run fast was tuned and proved for plain LoRA and full fine-tunes in bf16.
     """
     if needs_whole_base(config):
         return f"lora.type: {config.lora.type}"
