@@ -18,6 +18,7 @@ from tests.unit.data.pictures import record
 from trainer.engine.caching import fill
 from trainer.engine.caching.entries import Entry, LatentsEntry, TextEntry, latents_entry, text_entry
 from trainer.engine.caching.fill import FillReport, fill_cache
+from trainer.engine.caching.pictures import Pictures
 from trainer.engine.caching.store import Cache
 from trainer.engine.ranks import ALONE, Ranks
 from trainer.errors import DivergedError, StoppedError
@@ -43,7 +44,7 @@ class Encoders:
         finally:
             self.events.append(f"free {kind}")
 
-    def __call__(self, entry: Entry) -> Mapping[str, torch.Tensor]:
+    def __call__(self, entry: Entry, pictures: Pictures) -> Mapping[str, torch.Tensor]:
         self.events.append(entry.caption if isinstance(entry, TextEntry) else entry.record.identifier)
         return {"value": torch.full((3,), float(len(self.events)))}
 
@@ -74,10 +75,12 @@ def filled(
         say=lambda text: None,
         ranks=ranks,
         fills=tuple(range(ranks.size)),
+        family=SimpleNamespace(control_size=None),
     )
     wanted: Any = SimpleNamespace(cache=cache, all=lambda: entries)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fill, "_encoders", opened)
+        patch.setattr(fill, "read_pictures", lambda entry, control_size: Pictures())
         patch.setattr(fill, "bars", bars)
         return fill_cache(context, wanted, verify=verify)
 
@@ -180,7 +183,7 @@ def test_verify_finds_changed_tensors(cache: Cache) -> None:
 def test_values_that_are_not_finite_are_never_cached(cache: Cache) -> None:
     @contextlib.contextmanager
     def broken(context: object, kind: str) -> Iterator[object]:
-        yield lambda entry: {"mean": torch.tensor([1.0, float("nan")])}
+        yield lambda entry, pictures: {"mean": torch.tensor([1.0, float("nan")])}
 
     with pytest.raises(DivergedError, match=r"0\.png.*`mean`"):
         filled(cache, list(IMAGES), broken)

@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from PIL import Image
 
 from trainer.data.leftout import first_lines
-from trainer.data.pictures.images import fit, read_image, to_pixels
 from trainer.data.records import Record
-from trainer.data.sets.masks import mask_pixels
-from trainer.engine.caching.entries import ControlView, Entries, Entry, TextEntry, control_views, precision
+from trainer.engine.caching.entries import Entries, Entry, TextEntry, precision
+from trainer.engine.caching.pictures import Pictures, read_ahead, read_pictures
 from trainer.engine.caching.store import MISSING, Cache
 from trainer.engine.context import Context
 from trainer.errors import DivergedError
@@ -26,7 +24,7 @@ from trainer.families.values import EntryKind
 from trainer.telemetry.progress import bars
 from trainer.telemetry.status import Phase
 
-Encode = Callable[[Entry], Mapping[str, torch.Tensor]]
+Encode = Callable[[Entry, Pictures], Mapping[str, torch.Tensor]]
 """Loaded encoders of one kind: an entry's tensors on the CPU."""
 KINDS: tuple[EntryKind, ...] = ("text", "latents")
 """Order in which kinds are encoded: each one's encoders are gone before the next ones load."""
@@ -111,10 +109,11 @@ def _encode_share(
     if not ours:
         return
     there = told = total - len(missing)
-    with _encoders(context, ours[0].kind) as encode:
-        for number, entry in enumerate(ours, start=1):
+    read = functools.partial(read_pictures, control_size=context.family.control_size)
+    with _encoders(context, ours[0].kind) as encode, contextlib.closing(read_ahead(ours, read)) as ahead:
+        for number, (entry, pictures) in enumerate(ahead, start=1):
             context.stop.raise_if_requested()
-            tensors = encode(entry)
+            tensors = encode(entry, pictures)
             bad = next((name for name, one in tensors.items() if not one.isfinite().all()), None)
             if bad is not None:  # cached, it would poison every later run
                 what = f"encoding {entry.name} gave values in `{bad}` that are not finite"
@@ -135,7 +134,7 @@ def _encoders(context: Context, kind: EntryKind) -> Iterator[Encode]:
     tiling = context.plan.vae_tiling
     loaded = [family.load_encoders(kind, source, device=context.device, dtype=dtype, vae_tiling=tiling)]
 
-    def encode(entry: Entry) -> Mapping[str, torch.Tensor]:
+    def encode(entry: Entry, pictures: Pictures) -> Mapping[str, torch.Tensor]:
         data = context.config.data
         if isinstance(entry, TextEntry) and family.encode_conversation is not None and not entry.prompt:
             return family.encode_conversation(
@@ -145,20 +144,13 @@ def _encoders(context: Context, kind: EntryKind) -> Iterator[Encode]:
             return family.encode_text(
                 loaded[0],
                 entry.caption,
-                [_control_image(view) for view in entry.controls],
+                [*pictures.seen],
                 prompt=entry.prompt,
                 max_sequence_length=data.max_sequence_length,
             )
-        record, controls = entry.record, []
-        picture = read_image(record.path, content_sha256=record.content_sha256)
-        image = fit(picture, record.bucket_width, record.bucket_height, record.view)
-        for view in control_views(record):
-            control = _control_image(view)
-            if view.crop is None:  # whole: of the size that the family's pipeline gives it
-                control = control.resize(family.control_size(*control.size), Image.Resampling.LANCZOS)
-            controls.append(to_pixels(control))
-        encoded = family.encode_pixels(loaded[0], to_pixels(image), controls)
-        return encoded if record.mask is None else encoded | losses.mask_entry(mask_pixels(record), encoded)
+        assert pictures.pixels is not None, "the pictures of a sample"
+        encoded = family.encode_pixels(loaded[0], pictures.pixels, [*pictures.controls])
+        return encoded if pictures.mask is None else encoded | losses.mask_entry(pictures.mask, encoded)
 
     context.status.beat(Phase.CACHE)
     try:
@@ -167,14 +159,6 @@ def _encoders(context: Context, kind: EntryKind) -> Iterator[Encode]:
         loaded.clear()
         gc.collect()
         torch.cuda.empty_cache()  # the next phase starts from its own peak
-
-
-def _control_image(view: ControlView) -> Image.Image:
-    """A control image as the encoders see it: cut as its target is, or whole."""
-    picture = read_image(view.control.path, content_sha256=view.control.content_sha256)
-    if view.crop is not None:
-        return fit(picture, *view.crop, view.view)
-    return picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if view.view.flip else picture
 
 
 def tell_cut_captions(context: Context, records: Sequence[Record]) -> None:
