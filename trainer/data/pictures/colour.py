@@ -14,7 +14,7 @@ COLOUR_VERSION = 1
 _SAME = 1
 """A profile that moves no colour by more than this, of 255, is sRGB: its pictures are left as they are."""
 _STRIP_PIXELS = 1 << 20
-_PHOTOMETRIC, _MIN_IS_WHITE = 262, 0
+_PHOTOMETRIC, _MIN_IS_WHITE, _BITS = 262, 0, 258
 # modes whose pixels a profile of each colour space describes; a grey picture in an RGB profile is no mistake
 # that changes anything, but it cannot be applied
 _MODES: dict[str, str] = {"RGB ": "RGB", "CMYK": "CMYK", "GRAY": "L", "Lab ": "LAB"}
@@ -38,26 +38,26 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
     Every pixel by itself, so a large picture goes strip by strip: it would take six copies of itself else.
 
-    Profiles are applied with relative colorimetric intent and black point compensation; 16 bits become 8 by
-    their upper half, before that. Raises UnreadableModeError for floating point, 32-bit and signed values,
-    and for 16 bits with a transparent one.
+    Profiles are applied with relative colorimetric intent and black point compensation; 12 and 16 bits become
+    8 by their upper ones, before that. Raises UnreadableModeError for floating point, 32-bit and signed
+    values, and for 16 bits with a transparent one.
     """
     # PIL turns a TIFF that counts from white round for eight bits only
     tags = image.tag_v2 if isinstance(image, TiffImageFile) and image.mode == "I;16" else {}
-    inverted = tags.get(_PHOTOMETRIC) == _MIN_IS_WHITE
+    inverted, bits = tags.get(_PHOTOMETRIC) == _MIN_IS_WHITE, tags.get(_BITS, (16,))[0]
     if image.width * image.height <= _STRIP_PIXELS:
-        return _strip_to_rgb(image, inverted=inverted)
+        return _strip_to_rgb(image, inverted=inverted, bits=bits)
     whole, rows = Image.new("RGB", image.size), max(1, _STRIP_PIXELS // image.width)
     for top in range(0, image.height, rows):
         strip = image.crop((0, top, image.width, min(top + rows, image.height)))
-        whole.paste(_strip_to_rgb(strip, inverted=inverted), (0, top))
+        whole.paste(_strip_to_rgb(strip, inverted=inverted, bits=bits), (0, top))
     return whole
 
 
-def _strip_to_rgb(image: Image.Image, *, inverted: bool) -> Image.Image:
-    """`to_rgb` of what is small enough for several copies; `inverted`: 16 bits that count from white."""
+def _strip_to_rgb(image: Image.Image, *, inverted: bool, bits: int) -> Image.Image:
+    """`to_rgb` of what is small enough for several copies; `inverted`: `bits` that count from white."""
     icc = image.info.get("icc_profile")
-    image = _eight_bits(image, inverted=inverted)
+    image = _eight_bits(image, inverted=inverted, bits=bits)
     alpha = None
     if image.has_transparency_data:
         layer = image.convert("RGBA")
@@ -77,9 +77,9 @@ def _strip_to_rgb(image: Image.Image, *, inverted: bool) -> Image.Image:
     return Image.alpha_composite(Image.new("RGBA", flat.size, "white"), layer).convert("RGB")
 
 
-def _eight_bits(image: Image.Image, *, inverted: bool) -> Image.Image:
+def _eight_bits(image: Image.Image, *, inverted: bool, bits: int) -> Image.Image:
     """The picture with values of eight bits: PIL's own conversion clips at 255, to white. One that had more
-    has no profile afterwards.
+    has no profile afterwards. `bits` of grey, 12 or 16, are what a file has where PIL holds 16.
     """
     import numpy as np
 
@@ -93,8 +93,8 @@ def _eight_bits(image: Image.Image, *, inverted: bool) -> Image.Image:
     if values.dtype.itemsize > 2:  # small values are no 16 bits: by their upper half they would be black
         raise UnreadableModeError("values of 32 bits, or with a sign, of which nobody says what is white")
     if inverted:
-        values = 0xFFFF - values
-    return Image.fromarray((values >> 8).astype(np.uint8))
+        values = (1 << bits) - 1 - values
+    return Image.fromarray((values >> (bits - 8)).astype(np.uint8))
 
 
 def _applied(image: Image.Image, transform: ImageCms.ImageCmsTransform) -> Image.Image:
