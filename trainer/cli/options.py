@@ -86,6 +86,22 @@ class Layers:
     budget: str | None = None
     gpus: str | None = None
 
+    def given(self) -> bool:
+        """Whether a configuration is named. Raises ConfigError where only options that lie over one are."""
+        over = {
+            "--preset": self.presets,
+            "--set": self.overrides,
+            "--dataset": self.dataset,
+            "--output": self.output,
+        }
+        option = next((name for name, value in over.items() if value), None)
+        if option and not self.configs:
+            from trainer.errors import ConfigError
+
+            remedy = f"name the configuration that it lies over, or leave {option} out"
+            raise ConfigError("there is no configuration", where=option, remedy=remedy)
+        return bool(self.configs)
+
     def load(self, *, variables: bool = True, working_folder: Path | None = None) -> Loaded:
         """Load the configuration against all known families, and tell of what has no effect: presets' values,
         other programs' variables. Without `variables`, TRAINER__* do not lie over the files: for those that a

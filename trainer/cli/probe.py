@@ -46,6 +46,7 @@ def probe(layers: Layers, as_json: bool) -> int:
       trainer probe train_configs/flux1_dev_lora.yaml  # and what is measured at the run's shape
       trainer probe --json > my-machine.json           # facts for `trainer plan --facts`
     """
+    with_config = layers.given()
     if not as_json:
         return _screen(layers)
     from trainer.cli.measure import measured_anew
@@ -53,7 +54,7 @@ def probe(layers: Layers, as_json: bool) -> int:
     from trainer.planning.planning import machine_facts
 
     facts = machine_facts()
-    if layers.configs:
+    if with_config:
         facts = measured_anew(layers.load(), facts)
     click.echo(codec.to_json(facts.idle()))  # what others use now is no property of the machine
     return 0

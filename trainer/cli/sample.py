@@ -129,7 +129,7 @@ def verify_lora(file: Path, layers: Layers) -> int:
       trainer verify-lora my-lora.safetensors                   # the file alone, on any machine
       trainer verify-lora my-lora.safetensors --config my.yaml  # on a fresh base model
     """
-    if not layers.configs:
+    if not layers.given():
         from trainer.engine.results.proof import check_file
 
         say(f"{one_line(file)}: {check_file(file)} layers, all finite, not zero")

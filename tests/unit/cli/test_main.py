@@ -137,6 +137,20 @@ def test_an_empty_path_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("words", [["probe"], ["probe", "--json"], ["verify-lora", "FILE"]])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--set", "train.seed=1"), ("--preset", "fast"), ("--dataset", "."), ("--output", "x")],
+)
+def test_options_over_a_configuration_want_one(
+    words: list[str], option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"")
+    words = [str(tmp_path / "a.safetensors") if word == "FILE" else word for word in words]
+    assert main([*words, option, value]) == ExitCode.BAD_CONFIG
+    assert f"{option}: there is no configuration" in capsys.readouterr().err
+
+
 def test_python_m_trainer() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "trainer", "config", "check", "missing.yaml"],
