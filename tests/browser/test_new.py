@@ -332,4 +332,5 @@ def test_a_tick_to_go_on_with_a_run_stays_while_the_form_is_typed(
     expect(tick).not_to_be_checked()
     tick.check()
     add.click()
-    expect(page.get_by_role("status")).to_contain_text("it goes on with the run in")
+    told = page.get_by_role("status").filter(has_text="is in the queue")
+    expect(told).to_contain_text("it goes on with the run in")
