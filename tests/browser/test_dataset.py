@@ -378,6 +378,7 @@ def test_every_page_fits_its_screen_and_axe_finds_nothing(
             assert page.evaluate("document.documentElement.scrollWidth") <= width, (address, width)
             small = page.evaluate(SMALL_TARGETS)
             assert not small, (address, width, small)
+            assert not page.evaluate(CUT_HINTS), (address, width)
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
             assert not findings(page), (address, scheme)
@@ -405,3 +406,10 @@ SMALL_TARGETS = """() => [...document.querySelectorAll('main :is(a, button, inpu
     .filter(([, box]) => box.width > 0 && (box.width < 24 || box.height < 24))
     .map(([text, box]) => `${text} ${box.width}x${box.height}`)"""
 """Targets under 24 pixels; links in running text may be (WCAG 2.5.8)."""
+CUT_HINTS = """() => [...document.querySelectorAll('main input[placeholder]')].filter((one) => {
+  const style = getComputedStyle(one), pen = document.createElement('canvas').getContext('2d');
+  pen.font = style.font;
+  const room = one.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+  return one.clientWidth && pen.measureText(one.placeholder).width > room;
+}).map((one) => one.placeholder)"""
+"""Hints in empty fields that are wider than their field."""

@@ -47,6 +47,31 @@ def test_every_key_is_on_the_page_with_label_and_help(studio: Running, new_conte
             assert found.locator(".help").inner_text().strip(), key
 
 
+def test_keys_are_found_by_words_with_the_keyboard_alone(studio: Running, new_context: NewContext) -> None:
+    page = opened(new_context, studio)
+    page.check("input[name=depth][value=needed]")
+    expect(page.locator("[data-field='checkpoint.checkpoints_total_limit']")).to_be_hidden()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.locator("h1").click()
+    page.keyboard.press("/")
+    page.keyboard.type("KEPT checkpoints")
+    page.keyboard.press("Enter")  # sends no form
+    expect(page.locator("[data-field='checkpoint.checkpoints_total_limit']")).to_be_visible()
+    expect(page.locator("[data-field='lora.rank']")).to_be_hidden()
+    expect(page.locator("#section-lora")).to_be_hidden()
+    count = page.locator("[data-field]:visible").count()
+    expect(page.locator(".find output")).to_contain_text(f"{count} of ")
+    expect(page.get_by_role("radio", name="every key")).to_be_checked()
+    page.fill("#find", "data.sets.1.img_dir")
+    expect(page.locator("[data-field='data.sets.1.img_dir'] input")).to_be_visible()
+    page.fill("#find", "nothing has these words")
+    expect(page.locator(".find output")).to_contain_text("0 of")
+    assert not page.locator(".section:visible").count() and not asked
+    page.fill("#find", "")
+    expect(page.locator("[data-field='lora.rank']")).to_be_visible()
+
+
 def test_a_wrong_value_marks_its_field_and_is_announced(studio: Running, new_context: NewContext) -> None:
     page = opened(new_context, studio)
     rank = page.locator("[name='lora.rank']")
@@ -307,4 +332,5 @@ def test_a_tick_to_go_on_with_a_run_stays_while_the_form_is_typed(
     expect(tick).not_to_be_checked()
     tick.check()
     add.click()
-    expect(page.get_by_role("status")).to_contain_text("it goes on with the run in")
+    told = page.get_by_role("status").filter(has_text="is in the queue")
+    expect(told).to_contain_text("it goes on with the run in")

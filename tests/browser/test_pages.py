@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -197,9 +198,13 @@ def test_every_line_is_seen_once_over_reconnects_and_a_resume(
 
 
 def test_curves_of_a_very_long_run_are_drawn(new_context: NewContext, full: Full) -> None:
-    """More values than a function takes arguments; the stream's event brings them."""
+    """More values than a function takes arguments; the stream's event brings them. A dot a value would take
+    one to two minutes.
+    """
     page = logged_in(new_context(), full.studio)
     opened(page, f"{full.studio.url}{full.page_of('cyanotype')}")
+    assert page.locator(".chart[data-line]:visible").count() == 2
+    began = time.monotonic()
     page.evaluate(
         "(job) => {"
         " const rows = Array.from({ length: 1.3e5 }, (_, step) => [1e6 + step, 0.1, null, 1, 1, 1, 1]);"
@@ -207,6 +212,7 @@ def test_curves_of_a_very_long_run_are_drawn(new_context: NewContext, full: Full
         page.query_selector("#job"),
     )
     until(page, "document.querySelector('.chart.wide .u-over') !== null")
+    assert time.monotonic() - began < 20
     page.wait_for_timeout(2000)  # a fault of drawing is one of the page
 
 

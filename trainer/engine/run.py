@@ -31,7 +31,7 @@ from trainer.engine.records import resume
 from trainer.engine.records.journal import Journal, start_tracker
 from trainer.engine.results import proof
 from trainer.engine.results.full import export_full, prove_full
-from trainer.engine.results.pictures import before_after, row, shown, write_png
+from trainer.engine.results.pictures import before_after, compared, first_of, row, shown, write_png
 from trainer.engine.spec import Spec
 from trainer.engine.training import loop, orders, rounds, state
 from trainer.engine.training.drawing import draw_try
@@ -346,28 +346,29 @@ def sample_once(context: Context, spec: Spec) -> None:
     file, target = Path(spec.lora_file), Path(spec.output_file)
     if spec.lora_file:
         proof.check_file(file)
-    rows, titles = [], []
+    rows, titles, fitted = [], [], compared if spec.before_after else shown
     if spec.before_after or not spec.model_folder:
         model = load_base(context).module
         if spec.before_after or not spec.lora_file:
-            rows.append([shown(one) for one in sample(context, model, entries)])
+            rows.append([fitted(one) for one in sample(context, model, entries)])
             titles.append("base model")
         if spec.lora_file:
             proof.load_lora(context, model, file)
-            rows.append([shown(one) for one in sample(context, model, entries)])
+            rows.append([fitted(one) for one in sample(context, model, entries)])
             titles.append(file.name)
         del model
     if spec.model_folder:
         gc.collect()
         torch.cuda.empty_cache()  # the base model's place
         model = load_base(_with_model(context, Path(spec.model_folder))).module
-        rows.append([shown(one) for one in sample(context, model, entries)])
+        rows.append([fitted(one) for one in sample(context, model, entries)])
         titles.append(_title(Path(spec.model_folder)))
     captions = [*map(redacted, context.config.validation.prompts)]
     picture = before_after(rows, captions, titles) if spec.before_after else row(rows[0], captions, titles[0])
     target.parent.mkdir(parents=True, exist_ok=True)
     write_png(picture, target)
-    context.say(f"picture: {spec.output_file}")
+    left_out = first_of(len(captions)) if spec.before_after else ""
+    context.say(f"picture: {spec.output_file}{left_out}")
 
 
 def _with_model(context: Context, folder: Path) -> Context:

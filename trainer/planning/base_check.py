@@ -31,6 +31,7 @@ _SCHEDULER, _GENERATION = "scheduler_config.json", "generation_config.json"
 _REMEDY = "copy the component again, or run `trainer fetch` for a repository"
 # what scales latents: a class fills in another model's value where one of them is left out
 _SCALES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
+_ROPES = ("rope_scaling", "rope_parameters")  # the first that is not empty counts
 _HEADS = ("num_attention_heads", "num_heads")
 _FACTORS = ("scaling_factor", "latents_std")
 # values that previews take from there, as examples of their kinds
@@ -198,7 +199,8 @@ def _problems(
         theirs, ours = read_config(path), read_config(CONFIGS / family.name / name / "config.json")
         for what in _other_class(theirs, ours, named_class(family, name)):
             yield path, what, other
-        for what in _bad_values(theirs, ours):
+        scales = _bad_scales(theirs, ours) if roles(family)[name] == "vae" else ()
+        for what in (*_bad_values(theirs, ours), *scales):
             yield path, what, _REMEDY
         for key in () if name == family.trained_component else _without_heads(theirs, ours):
             yield path, f"it does not say {key}", _REMEDY
@@ -207,9 +209,6 @@ def _problems(
                 yield path, what, _REMEDY
         if theirs.get("return_dict") is False:
             yield path, "return_dict is False, and its outputs are read by their names", _REMEDY
-        if roles(family)[name] == "vae":
-            for what in _bad_scales(theirs, ours):
-                yield path, what, _REMEDY
     path = folder / name / _GENERATION
     if not name and path.is_file():
         for what in _bad_generation(read_config(path)):
@@ -218,8 +217,7 @@ def _problems(
 
 def _other_class(theirs: Mapping[str, Any], ours: Mapping[str, Any], wanted: str) -> Iterator[str]:
     """Signs that the config belongs to another class."""
-    saved = theirs.get("_class_name")
-    if saved is not None and saved != wanted:
+    if (saved := theirs.get("_class_name") or wanted) != wanted:
         yield f"its config is of a {saved}, and a {wanted} is needed"
     kind, our_kind = theirs.get("model_type"), ours.get("model_type")
     # a text model may have been saved as part of the whole: clip, clip_text_model
@@ -255,7 +253,8 @@ def _bad_values(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[
             yield from (f"{key}.{what}" for what in _bad_values(value, our))
         elif needed := _needed(key, value, our):
             yield f"{key} is {value!r:.80}, and {needed}"
-    yield from _bad_positions(theirs, ours)
+    # a config without text_config has the language model's keys itself
+    yield from _bad_positions(theirs, ours if theirs.get("text_config") else ours.get("text_config", ours))
 
 
 def _without_heads(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
@@ -272,28 +271,29 @@ def _without_heads(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterat
 
 def _bad_positions(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
     """Rotary embeddings that no head of attention can have, or another than the model was made with."""
-    width, heads = theirs.get("hidden_size"), theirs.get("num_attention_heads")
-    head = theirs.get("attention_head_dim")
+    width, heads, head = map(theirs.get, ("hidden_size", "num_attention_heads", "attention_head_dim"))
     dims = theirs.get("axes_dims_rope", ours.get("axes_dims_rope"))  # left out: the class's own
     if isinstance(dims, list) and all(map(_is_number, dims)) and _is_number(head) and sum(dims) != head:
         said = f"is {dims!r:.80}" if "axes_dims_rope" in theirs else "is left out"
         yield f"axes_dims_rope {said}, which are {sum(dims)} and not attention_head_dim, {head}"
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = theirs.get(name)
-        if not isinstance(rope, dict):
-            continue
+    ropes = {one: theirs[one] for one in _ROPES if isinstance(theirs.get(one), dict)}
+    for name, rope in ropes.items():
         if name == "rope_parameters" and rope.get("rope_theta", theirs.get("rope_theta")) is None:
             yield "rope_parameters does not say rope_theta"
-        theta = rope.get("rope_theta", 1.0)
+        theta, factor = rope.get("rope_theta", 1.0), rope.get("factor", 1.0)
         if not (_is_number(theta) and 0 < theta < math.inf):
             yield f"{name}.rope_theta is {theta!r:.80}, and a number above 0 is needed"
-        factor, parts = rope.get("factor", 1.0), rope.get("mrope_section")
         if not (_is_number(factor) and factor > 0):
             yield f"{name}.factor is {factor!r:.80}, and a number above 0 is needed"
-        if not (isinstance(parts, list) and all(isinstance(one, int) for one in (*parts, width, heads))):
-            continue
-        if heads and 2 * sum(parts) != (head := theirs.get("head_dim") or width // heads):
-            yield f"{name}.mrope_section is {parts!r:.80}, and a head has {head} values"
+    name = next((one for one, rope in ropes.items() if rope), "rope_parameters")
+    own = ours.get("rope_parameters", {}).get("mrope_section")  # left out: the class's own
+    parts = ropes.get(name, {}).get("mrope_section", own)
+    listed = parts if isinstance(parts, list) else []
+    if not (own and heads and all(isinstance(one, int) for one in (*listed, width, heads))):
+        return
+    if 2 * sum(listed) != (head := theirs.get("head_dim") or width // heads):
+        said = "is left out, so that it is" if parts is own else "is"
+        yield f"{name}.mrope_section {said} {parts!r:.80}, and a head has {head} values"
 
 
 def _needed(key: str, value: object, our: object) -> str:

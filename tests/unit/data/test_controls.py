@@ -116,6 +116,19 @@ def test_metadata_names_controls(beside: bool, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("beside", [True, False])
+def test_controls_that_metadata_names_may_have_the_stem_of_another_image(
+    beside: bool, tmp_path: Path
+) -> None:
+    """The drawing of a.png is a.webp beside it, or two controls of one stem lie in their folder."""
+    folder = controls(tmp_path / "set", "a.png")
+    home = controls(folder if beside else tmp_path / "before", *([] if beside else ["a.png"]), "a.webp")
+    named = ["a.webp"] if beside else ["a.webp", "a.png"]
+    write_rows(folder, [{"file_name": "a.png", "text": "one", "control_file_name": named}])
+    (record,) = scan(DataSet(img_dir=folder, control_dir=None if beside else home), (1, 2))
+    assert names(record) == [f"{home.name}/{name}" for name in named]
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [

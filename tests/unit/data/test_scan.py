@@ -63,6 +63,46 @@ def test_metadata_and_sidecars_may_share_a_folder(tmp_path: Path) -> None:
     assert [record.caption for record in scan(tmp_path)] == ["from the sidecar", "from the metadata", "é"]
 
 
+@pytest.mark.parametrize("format", ["jsonl", "csv"])
+def test_images_of_one_stem_are_told_apart_by_rows_that_name_them(tmp_path: Path, format: str) -> None:
+    for name in ("a.png", "a.jpg", "a.webp"):
+        write_pair(tmp_path, name, seed=len(name)).with_suffix(".txt").unlink()
+    rows = [{"file_name": name, "text": f"the {name}"} for name in ("a.webp", "a.png", "a.jpg")]
+    path = write_rows(tmp_path, rows)
+    if format == "csv":
+        path.unlink()
+        lines = ["file_name,text", *(f"{row['file_name']},{row['text']}" for row in rows)]
+        (tmp_path / "metadata.csv").write_text("\n".join(lines))
+    assert [(one.identifier, one.caption) for one in scan(tmp_path)] == [
+        ("0/a.jpg", "the a.jpg"),
+        ("0/a.png", "the a.png"),
+        ("0/a.webp", "the a.webp"),
+    ]
+
+
+def test_images_of_one_stem_stay_refused_where_something_goes_by_the_stem(tmp_path: Path) -> None:
+    """A caption beside them, a mask, and one that no row names."""
+    told, masks = "a second image with the stem of a.jpg", tmp_path / "masks"
+    masks.mkdir()
+    (masks / "a.png").write_bytes(encoded(picture()))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for name in ("a.png", "a.jpg"):
+        write_pair(folder, name).with_suffix(".txt").unlink()
+    rows = [{"file_name": name, "text": "one"} for name in ("a.png", "a.jpg")]
+    write_rows(folder, rows)
+    assert len(scan(folder)) == 2
+    with pytest.raises(DataError, match=told):
+        scan_images([DataSet(img_dir=folder, mask_dir=masks)], resolution=64, multiple=16, trigger_word=None)
+    write_rows(folder, rows[:1])
+    with pytest.raises(DataError, match=told):
+        scan(folder)
+    write_rows(folder, rows)
+    (folder / "a.txt").write_text("two")
+    with pytest.raises(DataError, match=told):
+        scan(folder)
+
+
 def test_metadata_may_start_with_a_byte_order_mark_and_end_lines_as_windows_does(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(encoded(picture()))
     line = b'\xef\xbb\xbf{"file_name": "a.png", "text": "a"}\r\n\r\n'

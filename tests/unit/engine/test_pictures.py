@@ -207,3 +207,45 @@ def test_previews_draw_rows_that_are_bounded(tmp_path: Path, monkeypatch: pytest
     row, _ = read_png(tmp_path / "samples/step-000000.png")
     assert row.width * row.height <= 100_000
     assert read_png(tmp_path / "samples/step-000000/03.png")[0].size == (256, 256)
+
+
+def test_before_and_after_of_many_large_pictures_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200 prompts at 2048 pixels took 13 GB and gave 82 million pixels, 500 a picture that Pillow refuses."""
+    held: list[tuple[int, int]] = []
+    draw = pictures.before_after
+
+    def watched(rows: Any, captions: Any, titles: Any) -> Image.Image:
+        held.extend(image.size for images in rows for image in images)
+        return draw(rows, captions, titles)
+
+    monkeypatch.setattr(pictures, "before_after", watched)
+    monkeypatch.setattr(preview, "_drawn_as", lambda *_: {})
+    count = 200
+    for step in (0, 5):
+        for number in range(pictures.MOST_COMPARED):  # the others are not even read
+            image = Image.new("RGB", (768, 384), colour(step // 5, number % 12))
+            write_png(image, tmp_path / f"samples/step-{step:06d}/{number:02d}.png")
+    validation = SimpleNamespace(prompts=["a red apple on the table " * 20] * count)
+    said: list[str] = []
+    context: Any = SimpleNamespace(
+        config=SimpleNamespace(validation=validation, method="lora"), run_dir=tmp_path, say=said.append
+    )
+    preview.write_before_after(context, SimpleNamespace(prompts=[None] * count), 5)  # type: ignore[arg-type]
+    target = tmp_path / "before_after.png"
+    assert said == [f"before and after: {target} (the first 80 of 200 prompts)"]
+    assert held == [(384, 192)] * 2 * 80
+    with Image.open(target) as picture:
+        assert picture.width * picture.height <= pictures.ROW_PIXELS
+    square = draw(plain(81, 384, 384), ["a red apple on the table " * 20] * 81, TITLES)
+    assert square.width * square.height <= pictures.ROW_PIXELS
+    assert pictures.first_of(80) == ""
+
+
+@pytest.mark.parametrize("size", [(64, 48), (1024, 512), (500, 999)])
+def test_pictures_that_were_made_smaller_before_are_shown_alike(size: tuple[int, int]) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (2, *size[::-1], 3), dtype=np.uint8)
+    whole = [[Image.fromarray(one)] for one in noise]
+    smaller = [[pictures.compared(image) for image in images] for images in whole]
+    assert before_after(smaller, ["a"], TITLES).tobytes() == before_after(whole, ["a"], TITLES).tobytes()

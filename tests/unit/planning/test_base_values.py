@@ -95,6 +95,47 @@ def test_a_head_whose_width_is_null_is_a_share_of_the_model(
 
 
 @pytest.mark.parametrize(
+    ("rope", "said"),
+    [
+        ("GONE", "is left out, so that it is [16, 24, 24]"),
+        (None, "is left out, so that it is [16, 24, 24]"),
+        ({"rope_type": "default", "rope_theta": 1e6}, "is left out, so that it is [16, 24, 24]"),
+        ({"rope_theta": 1e6, "mrope_section": None}, "is None"),
+        ({"rope_theta": 1e6, "mrope_section": 8}, "is 8"),
+    ],
+)
+@pytest.mark.parametrize("flat", [False, True])
+def test_rotary_sections_that_are_left_out_are_the_classs_own(
+    tiny_base: Callable[[str], Path], tmp_path: Path, rope: object, said: str, flat: bool
+) -> None:
+    """They are of heads of 128 values; older files have the language model's keys beside the others."""
+    base = Path(shutil.copytree(tiny_base("qwen_image"), tmp_path / "base"))
+    file = base / "text_encoder/config.json"
+    content = json.loads(file.read_text())
+    text = {key: one for key, one in content["text_config"].items() if key != "rope_parameters"}
+    text |= {} if rope == "GONE" else {"rope_parameters": rope}
+    rest = {key: one for key, one in content.items() if key != "text_config"}
+    file.write_text(json.dumps(text | rest if flat else rest | {"text_config": text}))
+    with pytest.raises(AccessError) as caught:
+        plan(base, "qwen_image")
+    whole = "rope_parameters.mrope_section" if flat else "text_config.rope_parameters.mrope_section"
+    assert f"text_encoder: {whole} {said}, and a head has 16 values" in str(caught.value)
+    text |= {"hidden_size": 256, "head_dim": 128}
+    file.write_text(json.dumps(text | rest if flat else rest | {"text_config": text}))
+    if rope in ("GONE", None):
+        plan(base, "qwen_image")
+
+
+def test_a_language_model_of_an_encoder_that_is_null_is_told(
+    tiny_base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = Path(shutil.copytree(tiny_base("qwen_image"), tmp_path / "base"))
+    edited("text_encoder/config.json", text_config=None)(base)
+    with pytest.raises(AccessError, match="text_encoder: 27 tensors of its files have another shape"):
+        check(base, "qwen_image")
+
+
+@pytest.mark.parametrize(
     ("family", "part", "key"),
     [
         ("qwen_image_edit", "vision_config", "num_heads"),

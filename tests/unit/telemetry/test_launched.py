@@ -55,6 +55,19 @@ def test_a_killed_rank_ends_all_within_seconds_and_its_parent_says_so(start: Sta
     assert status is not None and status.exit_code == 137 and status.cause.startswith(f"rank {rank}: SIGKILL")
 
 
+def test_an_abort_waits_for_what_another_parent_says(start: Start, tmp_path: Path) -> None:
+    """NCCL aborts ranks 0 and 2 before the killed rank 1, which still gives its memory back, has ended."""
+    end = tmp_path / "end"
+    ends = DEAF.replace(
+        "    time.sleep(0.02)",
+        f"    if Path({str(end)!r}).exists():\n        if rank != 1: os.abort()\n"
+        "        time.sleep(1)\n        os.kill(os.getpid(), 9)\n    time.sleep(0.02)",
+    )
+    runs, _ = launched(start, child=ends)
+    end.touch()
+    assert [run.end()[0] for run in runs] == [137] * RANKS
+
+
 def test_sigterm_after_an_end_is_no_request(start: Start) -> None:
     """A launcher asks the others to end once one of its processes has: they are killed, not asked."""
     runs, children = launched(start, child=DEAF)

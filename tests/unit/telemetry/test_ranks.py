@@ -201,6 +201,33 @@ def test_any_cause_goes_before_a_lost_connection(start: Start, last: str, tmp_pa
     assert run.end()[0] == (65 if "65" in last else 137)
 
 
+@pytest.mark.parametrize(
+    ("last", "code"),
+    [("os.kill(os.getpid(), 9)", 137), ("sys.exit(65)", 65), ("pass", 134), ("sys.exit(76)", 134)],
+)
+@pytest.mark.parametrize("late", [True, False])
+def test_an_abort_waits_for_its_cause(start: Start, last: str, code: int, late: bool, tmp_path: Path) -> None:
+    """NCCL aborts a rank that lost its peer; one that is killed ends later, once its memory is given back."""
+    end = tmp_path / "end"
+    ends = CHILD.replace(
+        "    time.sleep(0.02)",
+        f"    if Path({str(end)!r}).exists():\n        if rank < 2: os.abort()\n"
+        f"        time.sleep({float(late)})\n        {last}\n    time.sleep(0.02)",
+    )
+    run = start(child=ends, ranks=RANKS)
+    children = pids(run)
+    if not late:  # all have ended when the supervisor looks, but one that goes on
+        run.process.send_signal(signal.SIGSTOP)
+    end.touch()
+    if not late:
+        wait_for(lambda: all(is_zombie(pid) for pid in children[: 2 if last == "pass" else 3]) or None)
+        run.process.send_signal(signal.SIGCONT)
+    found, errors = run.end()
+    assert found == code
+    assert all(is_gone(pid) for pid in children)
+    assert ("rank 2: SIGKILL" in errors, "rank 0: SIGABRT" in errors) == (code == 137, code == 134)
+
+
 def is_zombie(pid: int) -> bool:
     """True if a process has ended and its parent has not asked how."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.data.sets.listing import Listing, list_folder
+from trainer.data.sets.listing import Listing, list_folder, problems_apart_from_names
 from trainer.data.sets.metadata import METADATA_NAME, Metadata, read_metadata
 from trainer.errors import Problem
 
@@ -47,12 +47,21 @@ def read_set(
     """
     folders, listing = control_folders(one.control_dir), list_folder(folder, apart=apart)
     metadata, problems = read_metadata(listing.metadata, folder)
-    samples = listing
+    samples, names = listing, set(metadata.named)
     if not folders:
-        named = {name for names in metadata.controls.values() for name in names} - set(metadata.named)
-        images = tuple(path for path in listing.images if listing.key(path) not in named)
+        names |= (named := _named_controls(metadata))
+        images = tuple(
+            path for path in listing.images if listing.key(path) not in named - set(metadata.named)
+        )
         samples = dataclasses.replace(listing, images=images)
+    if one.mask_dir is None and (metadata.controls or not folders):  # else their partners go by the stem
+        samples = dataclasses.replace(samples, problems=problems_apart_from_names(listing, names))
     return samples, metadata, problems, _pair_controls(samples, metadata, folders, counts, beside=listing)
+
+
+def _named_controls(metadata: Metadata) -> set[str]:
+    """Names of all control images in the metadata."""
+    return {name for names in metadata.controls.values() for name in names}
 
 
 def _pair_controls(
@@ -72,7 +81,7 @@ def _pair_controls(
     if metadata.controls:
         home = list_folder(folders[0]) if folders else beside
         found: Mapping[Path, tuple[Path, ...]] = _by_name(listing, metadata, home, problems)
-        problems += home.problems if folders else ()
+        problems += problems_apart_from_names(home, _named_controls(metadata)) if folders else ()
         unusable = unusable or home.unusable
     else:
         pairs = pair_stems(listing, folders, "control image")

@@ -6,7 +6,8 @@ import dataclasses
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -198,19 +199,41 @@ def _leftovers(paths: Iterable[Path]) -> Iterator[Problem]:
         yield Problem(what=what, where=str(path), remedy=remedy)
 
 
+def problems_apart_from_names(listing: Listing, names: Set[str]) -> tuple[Problem, ...]:
+    """The listing's problems, but not those of images of one stem that have no caption beside them and whose
+    names (`Listing.key`) are all among `names`, by which metadata tells them apart.
+    """
+    captioned = {listing.stem(path) for path in listing.captions}
+    of_stem: defaultdict[str, list[Path]] = defaultdict(list)
+    for path in listing.images:
+        of_stem[listing.stem(path)].append(path)
+    apart = []
+    for stem, paths in of_stem.items():
+        keys = {listing.key(path) for path in paths}
+        if stem not in captioned and keys <= names and len(keys) == len(paths):
+            apart += paths
+    known = {*_second_stems(listing, "image", apart)}
+    return tuple(problem for problem in listing.problems if problem not in known)
+
+
+def _second_stems(listing: Listing, noun: str, paths: Iterable[Path]) -> Iterator[Problem]:
+    """A problem for every one of `paths` whose stem an earlier one has."""
+    of_stem: dict[str, Path] = {}
+    for path in paths:
+        earlier = of_stem.setdefault(listing.stem(path), path)
+        if earlier != path:
+            same = path.with_suffix("") == earlier.with_suffix("")
+            form = "" if same else ", whose accents are encoded in another way (NFC and NFD)"
+            what = f"a second {noun} with the stem of {earlier.name}{form}"
+            yield Problem(what=what, where=str(path), remedy="rename one of them, with its caption")
+
+
 def _seconds(listing: Listing) -> Iterator[Problem]:
     """A problem for every image and caption whose stem an earlier one has, because captions go by it, and for
     every second file of metadata in a folder.
     """
-    for noun, paths in (("image", listing.images), ("caption", listing.captions)):
-        of_stem: dict[str, Path] = {}
-        for path in paths:
-            earlier = of_stem.setdefault(listing.stem(path), path)
-            if earlier != path:
-                same = path.with_suffix("") == earlier.with_suffix("")
-                form = "" if same else ", whose accents are encoded in another way (NFC and NFD)"
-                what = f"a second {noun} with the stem of {earlier.name}{form}"
-                yield Problem(what=what, where=str(path), remedy="rename one of them, with its caption")
+    yield from _second_stems(listing, "image", listing.images)
+    yield from _second_stems(listing, "caption", listing.captions)
     in_folder: dict[Path, Path] = {}
     for path in listing.metadata:
         earlier = in_folder.setdefault(path.parent, path)

@@ -193,7 +193,7 @@ def _tokenizer(family: Family, source: ModelSource, name: str) -> Iterator[str]:
     file = encoder / "config.json"
     config = json.loads(file.read_text()) if file.is_file() else {}
     # some say it of their language model alone
-    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     if isinstance(size, int) and max(ids) >= size:
         yield f"it gives the token {max(ids)}, and {encoder.name if name else 'the model'} knows {size}"
 

@@ -22,6 +22,8 @@ _STRIP_WIDTH, _STRIP_HEIGHT = 2048, 16384
 ROW_PIXELS = 40_000_000
 """Most pixels of a row of previews, which is read again and again; Pillow refuses to open 179 million."""
 
+MOST_COMPARED = 80
+"""Most prompts of a before-and-after picture: 34 million pixels of large cells with long captions."""
 _PAGE_WIDTH, _PAGE_COLUMNS = 1700, 8
 _PAGE_MARGIN, _PAGE_GAP, _ROW_GAP, _BLOCK_GAP = 20, 12, 16, 28
 _CAPTION_LINES = 4
@@ -95,10 +97,27 @@ def _same_size(images: Sequence[Image.Image]) -> list[Image.Image]:
     width, height = (max(image.size[axis] for image in images) for axis in (0, 1))
     sheets = []
     for image in images:
+        if image.size == (width, height) and image.mode == "RGB":
+            sheets.append(image)  # hundreds of large ones are gigabytes
+            continue
         sheet = Image.new("RGB", (width, height), "white")
         sheet.paste(image, ((width - image.width) // 2, (height - image.height) // 2))
         sheets.append(sheet)
     return sheets
+
+
+def compared(drawn: Image.Image | str) -> Image.Image:
+    """Picture of what was drawn, no larger than `before_after` shows it: hundreds take gigabytes else."""
+    image = shown(drawn)
+    scale = _CELL_MAXIMUM / max(image.size)
+    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    return image.resize(size, Image.Resampling.LANCZOS) if scale < 1 else image
+
+
+def first_of(count: int) -> str:
+    """Words for the prompts that `before_after` leaves out of `count`; empty where it shows all."""
+    left_out = count > MOST_COMPARED
+    return f" (the first {MOST_COMPARED} of {count} prompts)" if left_out else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +158,10 @@ def before_after(
 ) -> Image.Image:
     """Two rows of pictures of the same captions, one over the other, each under its title.
 
-    rows: before and after. More columns than fit become further blocks below.
+    rows: before and after. More columns than fit become further blocks below; only the first MOST_COMPARED
+    captions and pictures are shown, which `first_of` tells.
     """
+    captions, rows = captions[:MOST_COMPARED], [images[:MOST_COMPARED] for images in rows]
     both = _same_size([image for images in rows for image in images])
     page = _page(*both[0].size, len(captions))
     (cell_width, cell_height), columns = page.cell, len(page.lefts)

@@ -105,7 +105,8 @@ def write_before_after(context: Context, entries: Entries, step: int) -> None:
 
     Says why where it cannot: previews of step 0 that are missing, or that were drawn otherwise.
     """
-    prompts = context.config.validation.prompts
+    every = context.config.validation.prompts
+    prompts = every[: pictures.MOST_COMPARED]
     target = context.run_dir / BEFORE_AFTER
     rows: list[list[Image.Image]] = [[], []]
     for number in range(len(prompts)):
@@ -115,7 +116,7 @@ def write_before_after(context: Context, entries: Entries, step: int) -> None:
             try:
                 image, text = pictures.read_png(path)
                 if text == _drawn_as(context, number, entries.prompts[number]):
-                    images.append(image)
+                    images.append(pictures.compared(image))
                     continue
             except FileNotFoundError:
                 fault = "is missing"
@@ -126,7 +127,7 @@ def write_before_after(context: Context, entries: Entries, step: int) -> None:
             return
     titles = ("base model", f"{_RESULT[context.config.method]}, step {step}")
     pictures.write_png(pictures.before_after(rows, [*map(redacted, prompts)], titles), target)
-    context.say(f"before and after: {target}")
+    context.say(f"before and after: {target}{pictures.first_of(len(every))}")
 
 
 def sample(

@@ -66,6 +66,15 @@ def oom_kills(path: Path | None) -> int:
     return int(found[1]) if found else 0
 
 
+def order(returncode: int) -> int:
+    """Order of what ranks ended with, the first cause first: a signal, since the others only lose their peer
+    by it, an error of ours, an abort, which NCCL makes of a lost peer too, and an unexpected code.
+    """
+    if returncode in (ExitCode.PEER_LOST, -signal.SIGABRT):
+        return 4 if returncode > 0 else 2
+    return 0 if returncode < 0 else 1 if returncode in set(ExitCode) else 3
+
+
 def explain_death(signum: int, *, oom_kills_since_start: int, several_hosts: bool = False) -> tuple[int, str]:
     """Exit code and cause for a process that `signum` ended: 71 for an OOM kill, else 128 + signum."""
     try:

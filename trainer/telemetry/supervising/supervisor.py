@@ -32,6 +32,10 @@ from trainer.telemetry.supervising.signals import collected
 _TICK_SECONDS = 0.1
 _SAME_KEY_SECONDS = 0.5
 _KILL_PATIENCE_SECONDS = 60.0
+_ABORT_SECONDS = 5.0
+"""Time from a rank's abort in which another one's end may turn out to be its cause: NCCL ends a process that
+has lost its peer, and one that is killed ends only once its GPU's memory is given back.
+"""
 _PAUSED_LOOKS = 10
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -225,8 +229,7 @@ class _Watch:
         rank, returncode = self._wait(received)
         self.kill_groups()  # the other ranks, and workers that outlived theirs
         oom_kills = cause_of_death.oom_kills(self.memory_events) - oom_kills_before
-        if returncode:  # the others' parents may know the first cause
-            self._end_with_others(status.read_ranks(self.directory))
+        self._hear_others(returncode)
         code, cause = self._outcome(returncode, oom_kills)
         if cause and (self.ranks > 1 or self.among.elsewhere) and self._killed is None:
             cause = f"rank {self.among.first_rank + self.first + rank}: {cause}"
@@ -246,14 +249,17 @@ class _Watch:
         """Watch until all children have ended well, or the first one otherwise: its rank and what it ended
         with, None where one does not even die.
         """
-        next_look = time.monotonic()
+        next_look, aborted = time.monotonic(), None
         tick = min(_TICK_SECONDS, self.limits.interval_seconds)
         while True:
             running = [child for child in self.children if child.poll() is None]
             ended = {rank: child.returncode for rank, child in enumerate(self.children) if child.returncode}
             if ended or not running:
-                rank = min(ended, key=lambda one: _by_cause(ended[one]), default=0)
-                return rank, ended.get(rank, 0)
+                rank = min(ended, key=lambda one: cause_of_death.order(ended[one]), default=0)
+                aborted = time.monotonic() if aborted is None else aborted
+                late = time.monotonic() - aborted > _ABORT_SECONDS
+                if ended.get(rank) != -signal.SIGABRT or late or not running:
+                    return rank, ended.get(rank, 0)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 running[0].wait(timeout=tick)
                 continue
@@ -308,6 +314,15 @@ class _Watch:
             self._told_elsewhere = end.told
             self._kill(end.exit_code, end.cause)
 
+    def _hear_others(self, returncode: int | None) -> None:
+        """Take over the end of another parent's rank, the first cause, which after an abort is waited for."""
+        end = time.monotonic() + (_ABORT_SECONDS if returncode == -signal.SIGABRT and self.others else 0)
+        while returncode and self._killed is None:
+            self._end_with_others(status.read_ranks(self.directory))
+            if time.monotonic() >= end:
+                return
+            time.sleep(_TICK_SECONDS)
+
     def _look_at_heartbeats(self, ranks: Sequence[status.Status | None], now: float) -> None:
         judged = self._judge(ranks)
         if judged.healthy != self._was_healthy:
@@ -359,7 +374,7 @@ class _Watch:
         `oom_kills` are those of its group since it was started.
         """
         if self._killed is not None and (
-            self._told_elsewhere or returncode in (None, -signal.SIGKILL, ExitCode.PEER_LOST)
+            self._told_elsewhere or returncode in (None, -signal.SIGKILL, -signal.SIGABRT, ExitCode.PEER_LOST)
         ):
             return self._killed[1], self._killed[2]
         assert returncode is not None, "only a kill is not waited for to the end"
@@ -381,12 +396,3 @@ class _Watch:
 
     def _say(self, text: str) -> None:
         say(text)
-
-
-def _by_cause(returncode: int) -> int:
-    """Order of what ranks ended with, within one look: a signal comes first, since the others only lose their
-    peer by it, then an error of ours, then an unexpected one.
-    """
-    if returncode == ExitCode.PEER_LOST:
-        return 3
-    return 0 if returncode < 0 else 1 if returncode in set(ExitCode) else 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import shutil
 import tempfile
 import unicodedata
 from collections import Counter, defaultdict
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -18,7 +20,7 @@ from typing import BinaryIO
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from trainer.data.pictures.formats import SUFFIXES
-from trainer.data.sets.metadata import METADATA_NAMES
+from trainer.data.sets.metadata import METADATA_NAMES, one_form, read_metadata
 from trainer.errors import DataError
 from trainer.files import atomic
 from trainer.ui.datasets import edits, worker
@@ -107,7 +109,8 @@ class Upload:
         good = [one.stored for one in self._told if one.stored and not problems[one.stored]]
         within = PurePosixPath(self._place.name)
         with writing_to(self._place):
-            names = _final_names(self._place.folder, good, self._fields.get("existing", "keep"))
+            apart = _stems_apart(self._staging, good, self._place.folder)
+            names = _final_names(self._place.folder, good, self._fields.get("existing", "keep"), apart)
             moved = {
                 self._staging / name: str(within / target) for name, (target, _) in names.items() if target
             }
@@ -205,28 +208,45 @@ def _size(folder: Path) -> tuple[int, int]:
     return len(found), sum(found)
 
 
-def _final_names(folder: Path, names: list[str], existing: str) -> dict[str, tuple[str, list[str]]]:
+def _stems_apart(staging: Path, names: Sequence[str], folder: Path) -> Set[str]:
+    """Stems of which every picture, of the upload and of `folder`, has a row in metadata that names it whole:
+    in the upload's own, else in that of the folder.
+    """
+    came = [staging / name for name in names if name in METADATA_NAMES]
+    there = [path for name in METADATA_NAMES if (path := folder / name).is_file()]
+    rows = {name for file in came or there for name in read_metadata([file], file.parent)[0].named}
+    every = [*map(PurePosixPath, names), *folder.iterdir()]
+    pictures = [path for path in every if path.suffix.lower() in SUFFIXES]
+    others = {path.stem for path in pictures if one_form(path.name) not in rows}
+    return {path.stem for path in pictures} - others
+
+
+def _final_names(
+    folder: Path, names: list[str], existing: str, apart: Set[str]
+) -> dict[str, tuple[str, list[str]]]:
     """For each file its name in `folder`, empty where it is left out, and the files that it replaces.
 
     A picture and its caption keep a common stem; a second picture of the upload that has it gets another, and
-    never replaces the first.
+    never replaces the first. Those whose stem is in `apart` go by their whole names.
     """
+    sort = functools.partial(_sort, apart)
     taken: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for path in folder.iterdir():
-        taken[_sort(path.name)].append(path.name)
+        taken[sort(path.name)].append(path.name)
     stems = {stem for stem, _ in taken} | {PurePosixPath(name).stem for name in names}
     seen: Counter[tuple[str, str]] = Counter()
     groups: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
     for name in names:
-        groups[PurePosixPath(name).stem, seen[_sort(name)]].append(name)
-        seen[_sort(name)] += 1
+        groups[PurePosixPath(name).stem, seen[sort(name)]].append(name)
+        seen[sort(name)] += 1
     final: dict[str, tuple[str, list[str]]] = {}
     for (stem, before), group in groups.items():
-        in_way = {name: sorted(taken.get(_sort(name), ())) for name in group}
+        in_way = {name: sorted(taken.get(sort(name), ())) for name in group}
         target = stem
         if existing == "keep" and (before or any(in_way.values())):
             # a caption alone would be no picture's under another name, metadata would not be read
-            target = _free_stem(stem, stems) if any(_sort(name)[1] == "picture" for name in group) else ""
+            has_picture = any(Path(name).suffix.lower() in SUFFIXES for name in group)
+            target = _free_stem(stem, stems) if has_picture else ""
         for name in group:
             left_out = not target or (existing != "keep" and before) or (existing == "skip" and in_way[name])
             stored = "" if left_out else target + PurePosixPath(name).suffix
@@ -234,13 +254,13 @@ def _final_names(folder: Path, names: list[str], existing: str) -> dict[str, tup
     return final
 
 
-def _sort(name: str) -> tuple[str, str]:
+def _sort(apart: Set[str], name: str) -> tuple[str, str]:
     """Stem and kind of a file: of one sort there may be one file in a folder."""
     path = PurePosixPath(name)
     suffix = path.suffix.lower()
     if name in METADATA_NAMES:
         return "metadata", "metadata"
-    return path.stem, "picture" if suffix in SUFFIXES else suffix
+    return path.stem, "picture" if suffix in SUFFIXES and path.stem not in apart else suffix
 
 
 def _free_stem(stem: str, stems: set[str]) -> str:

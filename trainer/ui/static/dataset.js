@@ -84,9 +84,9 @@
   const input = form.elements.files, bar = document.getElementById("upload-bar");
   const state = document.getElementById("upload-state"), told = document.getElementById("told");
 
-  // a picture and its caption have one stem, and must come in one part
+  // a picture and its caption have one stem, and must come in one part; metadata comes before what it names
   function parts(files) {
-    const stem = (file) => file.name.replace(/\.[^.]*$/, "");
+    const stem = (file) => (/^metadata\.(jsonl|csv)$/.test(file.name) ? "" : file.name.replace(/\.[^.]*$/, ""));
     const sorted = [...files].sort((a, b) => (stem(a) < stem(b) ? -1 : stem(a) > stem(b) ? 1 : 0));
     const found = [];
     let bytes = 0, last = null;

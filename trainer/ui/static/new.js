@@ -59,6 +59,23 @@
     markUnread();  // an answer to an older question
   }
 
+  // keys whose name, label or help has all the words; without scripts the browser's own search finds them
+  const find = document.getElementById("find"), keys = [...form.querySelectorAll("[data-field]")];
+  const texts = keys.map((one) => [one.dataset.field, ...[...one.querySelectorAll("legend, label[for], .help")]
+    .map((part) => part.textContent)].join(" ").toLowerCase());
+
+  function narrow() {
+    const words = find.value.toLowerCase().split(/\s+/).filter(Boolean);
+    keys.forEach((one, place) => { one.hidden = !words.every((word) => texts[place].includes(word)); });
+    const left = keys.filter((one) => !one.hidden);
+    find.parentElement.querySelector("output").textContent = words.length ? `${left.length} of ${keys.length} keys` : "";
+    if (!words.length) return;
+    form.querySelector('[name="depth"][value="all"]').checked = true;
+    for (const one of left) one.closest(".set")?.setAttribute("open", "");
+  }
+  find.parentElement.hidden = false;
+  find.addEventListener("keydown", (event) => { if (event.key === "Enter") event.preventDefault(); });
+
   form.noValidate = true;  // the plan says what is wrong, and without scripts the browser
   document.addEventListener("htmx:before:request", (event) => {
     if (event.target === form && markUnread().length) event.preventDefault();
@@ -75,6 +92,7 @@
   // of these fields no plan depends
   for (const name of ["input", "change"]) {
     form.addEventListener(name, (event) => {
+      if (event.target === find) narrow();
       if (event.target.closest("[data-quiet]")) event.stopPropagation();
       else if (name === "change" && event.target.closest("[data-reload]")) form.requestSubmit();
     }, true);

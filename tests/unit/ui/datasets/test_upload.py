@@ -19,9 +19,11 @@ from starlette.testclient import TestClient
 
 from tests.unit.data.pictures import bomb, encoded, picture
 from tests.unit.ui.datasets.sets import make, tree
+from trainer.data.sets.look import look
 from trainer.errors import DataError
 from trainer.ui.datasets import upload, worker
 from trainer.ui.datasets.places import Place
+from trainer.ui.datasets.snapshot import listed, read_settings
 from trainer.ui.studio import Studio
 
 PNG, OTHER = encoded(picture(seed=1)), encoded(picture(seed=2))
@@ -133,6 +135,29 @@ def test_names_of_one_upload_are_kept_apart(client: TestClient, studio: Studio, 
     assert files["cat.png"] == (OTHER if existing == "replace" else before["cat.png"])
     client.post(f"/data/{place.id}/undo")
     assert tree(place.folder) == before
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_pictures_that_metadata_names_keep_their_names(
+    client: TestClient, studio: Studio, at_once: bool
+) -> None:
+    """Also where two have one stem; the rows would name neither of them else."""
+    place = make(studio)
+    lines = [{"file_name": name, "text": f"the {name}"} for name in ("a.png", "a.jpg")]
+    metadata = ("metadata.jsonl", "\n".join(map(json.dumps, lines)).encode())
+    pictures = [("a.png", PNG), ("a.jpg", encoded(picture(seed=3), "JPEG"))]
+    for files in [[*pictures, metadata]] if at_once else [[metadata], pictures]:
+        told = send(client, place, files)
+        assert told == dict.fromkeys((name for name, _ in files), "stored")
+    assert set(tree(place.folder)) == {"a.jpg", "a.png", "metadata.jsonl"}
+    found, problems = look(listed(place, read_settings(place)), place.root, ())
+    assert [(one.name, one.caption, one.problem) for one in found] == [
+        (f"{place.name}/a.jpg", "the a.jpg", ""),
+        (f"{place.name}/a.png", "the a.png", ""),
+    ]
+    assert not problems
+    told = send(client, place, [("a.png", OTHER), ("a.webp", encoded(picture(), "WEBP"))])
+    assert told == {"a.png": "stored as a-2.png", "a.webp": "stored as a-3.webp"}
 
 
 def test_a_caption_for_a_picture_that_is_there(client: TestClient, studio: Studio) -> None:
