@@ -144,8 +144,12 @@ def test_five_steps_a_kill_and_a_resume_equal_ten(option: Option, workshop: Work
 def test_a_mean_of_the_weights_is_what_is_saved_and_the_weights_are_what_goes_on(
     workshop: Workshop, tmp_path: Path
 ) -> None:
-    """The file holds the mean, which a run without one would not have; the checkpoint holds both."""
-    off = ("validation.prompts=[]", "validation.held_out=0", "train.max_train_steps=6")
+    """The file holds the mean, which a run without one would not have; the checkpoint holds both.
+
+    The last loss alone is measured on held-out samples: what is kept of it is the mean too.
+    """
+    off = ("validation.prompts=[]", "train.max_train_steps=6")
+    off += ("validation.held_out=1", "validation.every_steps=6", "checkpoint.lora_files=true")
     with_mean = workshop.job(SMALLEST, tmp_path / "mean", *off, "train.ema_decay=0.5")
     with_mean.train()
     plain = workshop.job(SMALLEST, tmp_path / "plain", *off)
@@ -160,6 +164,11 @@ def test_a_mean_of_the_weights_is_what_is_saved_and_the_weights_are_what_goes_on
         assert torch.equal(value, state[f"{inside}/ema"])
         assert torch.equal(other[name], raw[inside])
     assert any(not torch.equal(saved[name], other[name]) for name in saved)
+    for folder in ("best", f"{last}/lora"):
+        paths = with_mean.folder.glob(f"{folder}/*.safetensors")
+        (kept,) = (path for path in paths if ".comfyui" not in path.name)
+        found = load_file(kept)
+        assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
 
 
 def test_the_best_is_the_lowest_held_out_loss_also_where_later_ones_are_higher(
@@ -226,11 +235,12 @@ def test_every_micro_batch_drops_other_values(
 
     monkeypatch.setattr(loop, "compute", computed)
     monkeypatch.setattr(torch.nn.functional, "dropout", dropped)
-    off = ("validation.prompts=[]", "validation.held_out=0", "train.max_train_steps=3", "lora.dropout=0.5")
+    # also after a held-out loss and previews, which themselves drop nothing
+    looking = ("validation.every_steps=1", "train.max_train_steps=3", "lora.dropout=0.5")
     seen: list[list[tuple[bool, ...]]] = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         masks.clear()
-        workshop.job(SMALLEST, tmp_path / name, *off, f"train.seed={seed}").train()
+        workshop.job(SMALLEST, tmp_path / name, *looking, f"train.seed={seed}").train()
         seen.append([tuple(mask.tolist()) for mask in masks])
     assert {len(mask) for run in seen for mask in run} == {64}
     assert seen[0] == seen[1]
