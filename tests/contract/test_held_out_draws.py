@@ -1,4 +1,4 @@
-"""Draws of held-out losses: of validation.seed, even, and for every sample other ones than in training."""
+"""Draws of held-out losses and previews: of validation.seed, and for every sample and prompt other ones."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import torch
 
 from tests.contract.runs import Case, Workshop
 from trainer.engine.caching.fill import fill_cache
+from trainer.engine.results.pictures import read_png
 from trainer.engine.training import held_out
 from trainer.families.draws import draw_samples
 from trainer.families.values import Batch, Draw
 
+FLUX = Case(family="flux1_dev", method="lora")
 HELD_OUT, DRAWS = 3, 4
 
 
 def measured(workshop: Workshop, folder: Path, *options: str) -> tuple[list[Draw], held_out.HeldOut, Any]:
     """The draws of one round, sample after sample, what is held out, and the settings of training draws."""
     job = workshop.job(
-        Case(family="flux1_dev", method="lora"),
+        FLUX,
         folder,
         f"validation.held_out={HELD_OUT}",
         "validation.prompts=[]",
@@ -65,3 +67,20 @@ def test_losses_of_other_noise_levels_do_not_compare(workshop: Workshop, tmp_pat
     options = ("flow.shift=auto", "flow.shift=2", "flow.weighting_scheme=logit_normal")
     found = {measured(workshop, tmp_path / one, one)[1].data for one in options}
     assert len(found) == len(options)
+
+
+def test_other_samples_are_held_out_with_another_seed(workshop: Workshop, tmp_path: Path) -> None:
+    picked = set()
+    for seed in range(6):
+        options = (f"validation.held_out={HELD_OUT}", f"validation.seed={seed}")
+        job = workshop.job(FLUX, tmp_path / str(seed), *options)
+        picked.add(tuple(record.identifier for record in job.samples.held_out))
+    assert len(picked) > 1
+
+
+def test_equal_prompts_are_drawn_with_seeds_of_their_own(workshop: Workshop, tmp_path: Path) -> None:
+    options = ("validation.prompts=[a cat, a cat]", "validation.held_out=0", "train.max_train_steps=1")
+    job = workshop.job(FLUX, tmp_path, *options)
+    job.train()
+    first, second = (read_png(job.folder / f"samples/step-000000/{name}.png")[0] for name in ("00", "01"))
+    assert first.tobytes() != second.tobytes()
