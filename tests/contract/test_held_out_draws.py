@@ -69,6 +69,14 @@ def test_losses_of_other_noise_levels_do_not_compare(workshop: Workshop, tmp_pat
     assert len(found) == len(options)
 
 
+def test_losses_of_another_seed_do_not_compare(workshop: Workshop, tmp_path: Path) -> None:
+    one, other = (workshop.job(FLUX, tmp_path / str(n), f"validation.seed={n}") for n in (0, 1))
+    records = one.samples.held_out
+    kept = [held_out.held_out_entries(job.context, records) for job in (one, one, other)]
+    first, again, with_other = (None if found is None else found.data for found in kept)
+    assert first is not None and first == again != with_other
+
+
 def test_other_samples_are_held_out_with_another_seed(workshop: Workshop, tmp_path: Path) -> None:
     picked = set()
     for seed in range(6):
