@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from tests.contract.runs import (
 )
 from tests.unit.telemetry.test_tracker import Fake
 from trainer.engine.records import checkpoint
-from trainer.engine.training import held_out
+from trainer.engine.training import held_out, loop
 from trainer.errors import DivergedError, ExitCode
 
 SMALLEST = Case(family="flux1_dev", method="lora")
@@ -143,8 +144,12 @@ def test_five_steps_a_kill_and_a_resume_equal_ten(option: Option, workshop: Work
 def test_a_mean_of_the_weights_is_what_is_saved_and_the_weights_are_what_goes_on(
     workshop: Workshop, tmp_path: Path
 ) -> None:
-    """The file holds the mean, which a run without one would not have; the checkpoint holds both."""
-    off = ("validation.prompts=[]", "validation.held_out=0", "train.max_train_steps=6")
+    """The file holds the mean, which a run without one would not have; the checkpoint holds both.
+
+    The last loss alone is measured on held-out samples: what is kept of it is the mean too.
+    """
+    off = ("validation.prompts=[]", "train.max_train_steps=6")
+    off += ("validation.held_out=1", "validation.every_steps=6", "checkpoint.lora_files=true")
     with_mean = workshop.job(SMALLEST, tmp_path / "mean", *off, "train.ema_decay=0.5")
     with_mean.train()
     plain = workshop.job(SMALLEST, tmp_path / "plain", *off)
@@ -159,6 +164,11 @@ def test_a_mean_of_the_weights_is_what_is_saved_and_the_weights_are_what_goes_on
         assert torch.equal(value, state[f"{inside}/ema"])
         assert torch.equal(other[name], raw[inside])
     assert any(not torch.equal(saved[name], other[name]) for name in saved)
+    for folder in ("best", f"{last}/lora"):
+        paths = with_mean.folder.glob(f"{folder}/*.safetensors")
+        (kept,) = (path for path in paths if ".comfyui" not in path.name)
+        found = load_file(kept)
+        assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
 
 
 def test_the_best_is_the_lowest_held_out_loss_also_where_later_ones_are_higher(
@@ -186,8 +196,8 @@ def test_the_best_is_the_lowest_held_out_loss_also_where_later_ones_are_higher(
     assert any(not torch.equal(value, final[name]) for name, value in load_file(file).items())
 
 
-def test_dropout_is_of_the_seed_and_the_sample(workshop: Workshop, tmp_path: Path) -> None:
-    """Two runs are equal, another seed differs, and without dropout the loss is another one."""
+def test_dropout_repeats_also_where_blocks_are_recomputed(workshop: Workshop, tmp_path: Path) -> None:
+    """Two runs are equal, and without dropout the loss is another one."""
     off = ("validation.prompts=[]", "validation.held_out=0", "train.max_train_steps=2")
     losses: list[list[float]] = []
     for name, more in (
@@ -203,6 +213,38 @@ def test_dropout_is_of_the_seed_and_the_sample(workshop: Workshop, tmp_path: Pat
     # what is recomputed drops the same values: the gradients are the same
     assert losses[0] == pytest.approx(losses[2], rel=1e-6)
     assert losses[0] != losses[3]
+
+
+def test_every_micro_batch_drops_other_values(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One mask for all of them would leave half of the adapter's inputs unused for ever."""
+    masks: list[torch.Tensor] = []
+    compute, dropout = loop.compute, torch.nn.functional.dropout
+
+    def computed(*given: Any) -> torch.Tensor:
+        masks.append(torch.zeros(0))
+        return compute(*given)
+
+    def dropped(values: torch.Tensor, p: float, training: bool, inplace: bool) -> torch.Tensor:
+        """`dropout`, which keeps the mask of the first values of each micro-batch."""
+        found = dropout(values, p, training, inplace)
+        if training and p and not masks[-1].numel():
+            masks[-1] = found.detach().reshape(-1)[:64] != 0
+        return found
+
+    monkeypatch.setattr(loop, "compute", computed)
+    monkeypatch.setattr(torch.nn.functional, "dropout", dropped)
+    # also after a held-out loss and previews, which themselves drop nothing
+    looking = ("validation.every_steps=1", "train.max_train_steps=3", "lora.dropout=0.5")
+    seen: list[list[tuple[bool, ...]]] = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        masks.clear()
+        workshop.job(SMALLEST, tmp_path / name, *looking, f"train.seed={seed}").train()
+        seen.append([tuple(mask.tolist()) for mask in masks])
+    assert {len(mask) for run in seen for mask in run} == {64}
+    assert seen[0] == seen[1]
+    assert len(seen[0]) >= 6 and len({*seen[0], *seen[2]}) == len(seen[0]) + len(seen[2])
 
 
 def test_fp16_skips_steps_that_overflow_and_ends_where_none_fits(workshop: Workshop, tmp_path: Path) -> None:

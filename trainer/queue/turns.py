@@ -116,12 +116,11 @@ def starts(
         free = [uuid for uuid in wanted if free_in.get(uuid, math.inf) <= start]
         earliest = not later.isdisjoint(free)
         # until it starts, GPUs that are free are kept from later jobs, and then it takes the first
-        kept = list(wanted) if job.gpus else free
-        taken = tuple(kept[: job.count])
+        taken = tuple(free[: job.count])
         due = Due(seconds=start, at_the_earliest=earliest, gpus=taken)
         found[job.id] = None if math.isinf(start) else due
-        free_in |= dict.fromkeys(kept, start) | dict.fromkeys(taken, start + _known(job.seconds))
-        later |= {*taken, *(kept if earliest else ())}
+        free_in |= dict.fromkeys(free, start) | dict.fromkeys(taken, start + _known(job.seconds))
+        later |= {*taken, *(free if earliest else ())}
     return found
 
 

@@ -114,6 +114,14 @@ def test_batches_are_those_of_the_stream(
         assert all(torch.equal(got[name], want[name]) and got[name].dtype == want[name].dtype for name in got)
 
 
+def test_copies_of_a_picture_do_not_meet_in_a_step(context: Any, entries: Entries) -> None:
+    records: Any = [SimpleNamespace(repeats=1, content_sha256=str(number // 2)) for number in range(SAMPLES)]
+    sampler = feed.make_sampler(context, dataclasses.replace(entries, records=tuple(records)))
+    for step in map(sampler.step, range(40)):
+        shown = [records[sample.record].content_sha256 for part in step for sample in part]
+        assert len(set(shown)) == len(shown) == BATCH * ACCUMULATION
+
+
 def test_entries_with_room_are_read_once(context: Any, entries: Entries) -> None:
     batches = feed.feed(context, entries, SETTINGS, 0, 100)
     for _ in range(50):

@@ -130,6 +130,48 @@ def test_gradients_accumulate_in_fp32_for_bf16_parameters() -> None:
     assert updater.flat.gradient[0].item() == 258.0
 
 
+def of_a_library(kind: str, values: list[torch.nn.Parameter], settings: Any) -> torch.optim.Optimizer:
+    """The optimizer that is meant, over values in fp32."""
+    if kind != "prodigy":
+        return torch.optim.AdamW(values, **settings)
+    from prodigyopt import Prodigy
+
+    return Prodigy(values, use_bias_correction=True, safeguard_warmup=True, **settings)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+def test_every_setting_reaches_the_optimizer(kind: str, dtype: torch.dtype) -> None:
+    """Values far from the defaults, and a rate that rises, against the libraries over values in fp32."""
+    train = TrainSection(
+        adam_beta1=0.6,
+        adam_beta2=0.7,
+        adam_epsilon=0.3,
+        weight_decay=0.4,
+        lr_warmup_steps=3,
+        max_grad_norm=1e9,
+    )
+    held, start = parameters(dtype), [value.detach().float() for value in parameters(dtype).values()]
+    twins = [torch.nn.Parameter(value.clone()) for value in start]
+    settings = {"lr": 1.0, "betas": (0.6, 0.7), "eps": 0.3, "weight_decay": 0.4}
+    updater, oracle = Updater(held, train, kind), of_a_library(kind, twins, settings)
+    steps, peak = (60, 1.0) if kind == "prodigy" else (8, 0.1)
+    for step in range(steps):
+        gradients(held, step)
+        for parameter, twin in zip(held.values(), twins, strict=True):
+            assert parameter.grad is not None
+            parameter.grad += 1.0
+            twin.grad = parameter.grad.float()
+        rate = peak * min(1.0, (step + 1) / 3)
+        oracle.param_groups[0]["lr"] = rate
+        updater.accumulate()
+        updater.step(rate, torch.tensor(1.0))
+        oracle.step()
+    found = torch.stack([*updater.weights().values()]).float() - torch.stack(start)
+    wanted = torch.stack(twins).detach() - torch.stack(start)
+    # weights that are bf16 themselves are rounded to its eight bits
+    assert (found - wanted).norm() / wanted.norm() < (0.02 if "bf16" in kind else 1e-4)
+
+
 def test_clipping_reports_the_norm_before_it() -> None:
     held = {"w": torch.nn.Parameter(torch.zeros(2))}
     updater = Updater(held, TrainSection(max_grad_norm=1.0), "adamw_fused_fp32")

@@ -75,6 +75,16 @@ def test_a_request_to_one_rank_ends_all(pool: Workers) -> None:
     assert pool.call(stopped, 2) == [75, -1]
 
 
+@pytest.mark.parametrize(
+    ("count", "shares"),
+    [(4, [[0, 3], [1, 3], [2, 3]]), (3, [[0], [1], [2]]), (1, [[0], [0], [0]]), (0, [[], [], []])],
+)
+def test_ranks_in_lockstep_take_as_few_rounds_as_there_have_to_be(
+    count: int, shares: list[list[int]]
+) -> None:
+    assert [Ranks(rank=rank, size=3).in_lockstep(count) for rank in range(3)] == shares
+
+
 def test_one_process_raises_its_own_error() -> None:
     with pytest.raises(DataError, match="bad"):
         ALONE.agreed(lambda: (_ for _ in ()).throw(DataError(PROBLEMS)))

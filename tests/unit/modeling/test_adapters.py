@@ -14,8 +14,8 @@ LINEARS = {"a.to_q": (24, 24), "a.to_k": (24, 36), "b.out": (17, 60)}
 """(out, in) by name."""
 
 
-def built_size(section: LoraSection) -> int:
-    """Parameters of an adapter on layers of these sizes."""
+def built(section: LoraSection) -> Any:
+    """A model of layers of these sizes with an adapter."""
     make_torchvision_importable()
     from peft import inject_adapter_in_model
 
@@ -39,8 +39,25 @@ def built_size(section: LoraSection) -> int:
         rank_pattern=section.rank_pattern,
         alpha_pattern=section.alpha_pattern,
     )
-    return sum(value.numel() for value in model.parameters() if value.requires_grad)
+    return model
+
+
+def built_size(section: LoraSection) -> int:
+    """Parameters of an adapter on layers of these sizes."""
+    return sum(value.numel() for value in built(section).parameters() if value.requires_grad)
 
 
 def test_a_plain_lora_of_rank_one_is_a_row_and_a_column_a_layer() -> None:
     assert built_size(LoraSection(rank=1)) == sum(map(sum, LINEARS.values()))
+
+
+def test_patterns_give_layers_their_own_rank_and_alpha() -> None:
+    section = LoraSection(rank=4, alpha=8, rank_pattern={"to_q": 2, "out": 3}, alpha_pattern={"to_k": 1})
+    model = built(section)
+    for name, (rank, alpha) in {"a.to_q": (2, 8), "a.to_k": (4, 1), "b.out": (3, 8)}.items():
+        layer, inputs = model.get_submodule(name), torch.randn(5, LINEARS[name][1])
+        down, up = layer.lora_A["default"].weight, torch.randn(LINEARS[name][0], rank)
+        assert down.shape == (rank, LINEARS[name][1])
+        layer.lora_B["default"].weight.data = up
+        change = layer(inputs) - layer.base_layer(inputs)
+        assert torch.allclose(change, alpha / rank * inputs @ down.T @ up.T, rtol=1e-4, atol=1e-5), name

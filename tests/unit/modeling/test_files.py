@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trainer.errors import DataError, NoSpaceError
+from trainer.errors import DataError, NoSpaceError, StorageError
 from trainer.files.weight_files import read_header
 from trainer.modeling import tensor_file as tensorfile
 from trainer.modeling.adapter.comfyui import write_comfyui
@@ -85,6 +86,18 @@ def test_a_full_disk_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(NoSpaceError, match=r"x\.safetensors"):
         tensorfile.write_tensors(tmp_path / "x.safetensors", tensors(), {}, None)
+
+
+def test_bytes_that_the_disk_does_not_take_are_told(tmp_path: Path) -> None:
+    """In the middle of a file, which syncs without an error afterwards."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(StorageError, match="File too large"):
+            tensorfile.write_tensors(tmp_path / "x", {"a": torch.ones(50_000)}, {}, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
 
 
 def parts(count: int, device: str = "cpu") -> list[dict[str, torch.Tensor]]:

@@ -188,6 +188,7 @@ def test_a_gradient_in_parts_is_rounded_once(monkeypatch: pytest.MonkeyPatch) ->
         ((36865, 6144), 9344),  # no whole number of tiles
         ((21504, 3072), 21504),  # small enough in one
         ((128, 2**20), 128),  # a tile holds more than the most
+        ((36864, 6112), 36864),  # blocks of 64 that cross its rows
     ],
 )
 def test_parts_are_alike_and_aligned(shape: tuple[int, int], rows: int) -> None:

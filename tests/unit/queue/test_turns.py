@@ -104,6 +104,18 @@ def test_who_is_waited_for_is_said() -> None:
     assert not any(turn.gpus for turn in found.values())
 
 
+def test_a_job_of_more_gpus_than_there_are_blocks_nobody() -> None:
+    waiting = [job(1, count=4), job(2)]
+    assert turns(waiting, UUIDS, {}, {})[2].gpus == ("GPU-a",)
+    assert starts(waiting, UUIDS, {}) == {1: None, 2: Due(seconds=0.0, gpus=("GPU-a",))}
+
+
+def test_a_gpu_that_is_kept_for_a_job_which_may_start_later_is_free_at_the_earliest_then() -> None:
+    """If GPU-a is late, the first job takes GPU-c beside GPU-b."""
+    found = starts([job(1, count=2), job(2, ("GPU-c",))], UUIDS, dict.fromkeys(UUIDS, 4.0), {"GPU-a"})
+    assert found[2] == Due(seconds=4.0, at_the_earliest=True, gpus=("GPU-c",))
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [

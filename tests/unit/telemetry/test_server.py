@@ -158,7 +158,8 @@ def test_the_port_is_free_again_afterwards() -> None:
     assert "TRAINER_METRICS_PORT: port" in str(caught.value)
 
 
-def test_no_port_means_no_server() -> None:
+def test_no_port_means_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket.socket, "bind", lambda *_: pytest.fail("it listens"))
     with serving(None, metrics=str, health=lambda: SICK):
         pass
 
