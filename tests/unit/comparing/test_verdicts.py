@@ -177,3 +177,13 @@ def test_the_picture_has_losses_and_strips(bench: Bench, tmp_path: Path) -> None
         colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20)}  # type: ignore[union-attr]
     # blue, red and the grey of another seed, by the colours of `trainer runs --plot`
     assert {(9, 105, 218), (207, 34, 46), (175, 184, 193)} <= colours
+
+
+def test_steps_of_few_are_counted_in_whole_ones(bench: Bench) -> None:
+    from matplotlib.figure import Figure
+
+    bench.runs |= {"learn": {"losses": LOSSES}}
+    variants = variants_of(*RANKS)
+    axes = Figure().subplots()
+    plot._draw_losses(axes, variants, bench.compare(variants, learn=20))
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())

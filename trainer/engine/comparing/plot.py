@@ -61,6 +61,7 @@ def _draw_losses(axes: Any, variants: Sequence[Variant], outcome: Outcome) -> No
         width = 1.5 if number else 3.5
         _line(axes, run, color=COLOURS[number % len(COLOURS)], linewidth=width, label=run.variant.name)
     axes.set_xlim(left=0)
+    axes.locator_params(axis="x", integer=True)
     axes.legend(frameon=False)
 
 
