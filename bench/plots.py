@@ -97,8 +97,8 @@ def lines(title: str, curves: Curves) -> Any:
 
 
 def scaling(record: Table) -> Any:
-    """GPUs to the right, upwards how many times one GPU's work they do in its time; a line a family, variant
-    and way, dashed what equal steps would give.
+    """GPUs to the right, upwards how many times one GPU's work they do in its time, where each has a
+    micro-batch a step; a line a family, variant and way, dashed what equal steps would give.
     """
     known: dict[str, dict[int, float]] = {}
     for cells in record.rows:

@@ -40,7 +40,7 @@ WAYS: Mapping[str, str] = {"one": "", "replicated": "none", "sharded": "full", "
 GPU is a host's, with a supervisor of its own.
 """
 USUAL = ("one", "replicated", "sharded")
-Spread = tuple[str, str, int]
+Case = tuple[str, str, int]
 """Variant, way, number of GPUs."""
 
 
@@ -50,12 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.base = types.require_base(options.base, "--base")
     if environment.read("TRAINER_PROFILE") != "cpu":
         idle.require_gpu(remedy="use a machine with several; TRAINER_PROFILE=cpu tries it on a CPU")
-    found: dict[Spread, list[dict[str, Any]]] = {}
+    found: dict[Case, list[dict[str, Any]]] = {}
     rows: Sequence[tuple[str, ...]] = ()
     with tempfile.TemporaryDirectory(prefix="bench-", dir=options.work) as name:
         for number in range(1, options.rounds + 1):
             for variant in options.variants:
-                for way, count in _spread(options):
+                for way, count in _ways_of_a_round(options):
                     folder = Path(name) / f"{variant}-{way}-{count}-{number}"
                     job = _job(options, way, count)
                     sample = ours.train(job, variant, folder, Path(name) / "shared")
@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     return one
 
 
-def _spread(options: argparse.Namespace) -> list[tuple[str, int]]:
+def _ways_of_a_round(options: argparse.Namespace) -> list[tuple[str, int]]:
     """Ways of a round with their numbers of GPUs, the fewest first."""
     ones = [("one", 1)] if "one" in options.ways else []
     return [*ones, *((way, count) for count in options.gpus for way in options.ways if way != "one")]
@@ -125,7 +125,7 @@ def _short(sample: Mapping[str, Any]) -> str:
 
 
 def _rows(
-    family: str, method: str, found: Mapping[Spread, Sequence[Mapping[str, Any]]]
+    family: str, method: str, found: Mapping[Case, Sequence[Mapping[str, Any]]]
 ) -> Sequence[tuple[str, ...]]:
     """The rows of the record; runs that failed are left out."""
     rows, alone = [], dict[str, float]()

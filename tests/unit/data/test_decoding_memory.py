@@ -91,7 +91,7 @@ def test_large_pictures_are_decoded_one_at_a_time(tmp_path: Path, monkeypatch: p
         return measure(data, where)
 
     monkeypatch.setattr(opened, "measure", measured)
-    monkeypatch.setattr(opened, "_LARGE_PIXELS", 40 * 30 - 1)
+    monkeypatch.setattr(opened, "LARGE_PIXELS", 40 * 30 - 1)
     assert len(scan(tmp_path)) == 6
     assert max(at_once) == 1
 

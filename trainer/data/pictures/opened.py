@@ -22,9 +22,9 @@ MIN_SIDE_PIXELS = 16
 MAX_IMAGE_ASPECT = 3.0
 """Beyond this, the squarest cut of 2:1 would throw away more than a third of the picture."""
 
-# Decoders release the GIL. Few threads, because each holds a whole decoded picture.
-_MAX_THREADS = 4
-_LARGE_PIXELS = 40_000_000
+MOST_THREADS = 4
+"""Threads that decode, which release the GIL; few, because each holds a whole decoded picture."""
+LARGE_PIXELS = 40_000_000
 """Pictures of more are decoded one at a time: each takes 0.2 to 0.8 GB."""
 
 
@@ -50,14 +50,14 @@ def open_all(
             return known[path]
         try:
             data = read_bytes(path)
-            with one_at_a_time if claimed_pixels(data) > _LARGE_PIXELS else contextlib.nullcontext():
+            with one_at_a_time if claimed_pixels(data) > LARGE_PIXELS else contextlib.nullcontext():
                 measured = measure(data, str(path))
                 what, remedy = _unusable_mask(path) if path in as_masks else _unusable_size(measured)
         except DataError as error:
             return error.problems
         return (Problem(what=what, where=str(path), remedy=remedy),) if what else measured
 
-    executor = ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1))
+    executor = ThreadPoolExecutor(max_workers=min(MOST_THREADS, os.cpu_count() or 1))
     try:
         # Pillow warns from 89 million pixels on and refuses at twice that; large photos are no reason to
         # warn, and odd metadata changes no pixel

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from PIL import Image
 
+from trainer.data.pictures import opened
 from trainer.data.pictures.images import fit, read_image, to_pixels
 from trainer.data.sets.masks import mask_pixels
 from trainer.engine.caching.entries import ControlView, Entry, TextEntry, control_views
@@ -21,10 +22,6 @@ from trainer.engine.caching.entries import ControlView, Entry, TextEntry, contro
 if TYPE_CHECKING:
     import torch
 
-# decoders release the GIL; few threads, because each holds a whole decoded picture
-_THREADS = 4
-_LARGE_PIXELS = 40_000_000
-"""Pictures of more are decoded one at a time: each takes 0.2 to 0.8 GB."""
 _one_large = threading.Lock()
 
 
@@ -54,17 +51,17 @@ def read_pictures(entry: Entry, control_size: ControlSize) -> Pictures:
         picture = read_image(record.path, content_sha256=record.content_sha256)
         pixels = to_pixels(fit(picture, record.bucket_width, record.bucket_height, record.view))
         del picture
+        mask = None if record.mask is None else mask_pixels(record)
     for view in control_views(record):
         control = _control_image(view)
         if view.crop is None:  # whole: of the size that the family's pipeline gives it
             control = control.resize(control_size(*control.size), Image.Resampling.LANCZOS)
         controls.append(to_pixels(control))
-    mask = None if record.mask is None else mask_pixels(record)
     return Pictures(pixels=pixels, controls=tuple(controls), mask=mask)
 
 
 def read_ahead(
-    entries: Sequence[Entry], read: Callable[[Entry], Pictures], *, threads: int = _THREADS
+    entries: Sequence[Entry], read: Callable[[Entry], Pictures], *, threads: int = opened.MOST_THREADS
 ) -> Generator[tuple[Entry, Pictures], None, None]:
     """Each entry with its pictures, in order, while threads read those of the next ones.
 
@@ -99,4 +96,4 @@ def _control_image(view: ControlView) -> Image.Image:
 
 def _turn(pixels: int) -> contextlib.AbstractContextManager[object]:
     """The turn to decode a picture: of large ones one at a time."""
-    return _one_large if pixels > _LARGE_PIXELS else contextlib.nullcontext()
+    return _one_large if pixels > opened.LARGE_PIXELS else contextlib.nullcontext()

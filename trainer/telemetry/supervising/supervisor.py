@@ -249,15 +249,15 @@ class _Watch:
         """Watch until all children have ended well, or the first one otherwise: its rank and what it ended
         with, None where one does not even die.
         """
-        next_look, aborted = time.monotonic(), None
+        next_look, first_end = time.monotonic(), None
         tick = min(_TICK_SECONDS, self.limits.interval_seconds)
         while True:
             running = [child for child in self.children if child.poll() is None]
             ended = {rank: child.returncode for rank, child in enumerate(self.children) if child.returncode}
             if ended or not running:
                 rank = min(ended, key=lambda one: cause_of_death.order(ended[one]), default=0)
-                aborted = time.monotonic() if aborted is None else aborted
-                late = time.monotonic() - aborted > _ABORT_SECONDS
+                first_end = time.monotonic() if first_end is None else first_end
+                late = time.monotonic() - first_end > _ABORT_SECONDS
                 if ended.get(rank) != -signal.SIGABRT or late or not running:
                     return rank, ended.get(rank, 0)
             with contextlib.suppress(subprocess.TimeoutExpired):
