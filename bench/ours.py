@@ -155,11 +155,20 @@ def base_layer(
     }
 
 
-def train(job: Job, variant: str, folder: Path, shared: Path, *, memory: bool = False) -> dict[str, Any]:
+def train(
+    job: Job,
+    variant: str,
+    folder: Path,
+    shared: Path,
+    *,
+    memory: bool = False,
+    environ: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """One run in processes of its own; gives its figures, `problem` where it did not end well.
 
     `folder` must be new; data set and encoded samples lie in `shared`. Weights that the run wrote are removed
-    again, but a LoRA. With `memory` the driver is asked what is in use.
+    again, but a LoRA. With `memory` the driver is asked what is in use. Without `environ` it is that of this
+    process.
     """
     folder.mkdir(parents=True)
     data_set = write_data_set(job.family, shared / "data", resolution=job.resolution, tokens=job.tokens)
@@ -167,8 +176,8 @@ def train(job: Job, variant: str, folder: Path, shared: Path, *, memory: bool = 
     (folder / "layer.yaml").write_text(yaml.safe_dump(content))
     run = folder / "run"
     with watch(run / METRICS_LOG, memory=memory) as seen:
-        environ, port = environment.snapshot(), _free_port()
-        ended = jobs.train(configs(job, folder), run, job.overrides, environ, port, hosts=job.hosts)
+        own, port = environ or environment.snapshot(), _free_port()
+        ended = jobs.train(configs(job, folder), run, job.overrides, own, port, hosts=job.hosts)
     for large in ("model", "checkpoints"):  # of a whole model 20 GiB each, and nobody looks at them
         shutil.rmtree(run / large, ignore_errors=True)
     if ended.code:

@@ -9,7 +9,8 @@
 
 Every GPU has one micro-batch a step in each way, so that equal times are perfect weak scaling. Each way runs
 through `trainer train` in processes of its own: round 1 all of them, round 2 all of them again. Times are
-those of the slowest GPU: ranks meet at the end of a step. Losses, the mean of the timed steps, are of equal
+those of the slowest GPU: ranks meet at the end of a step, and `one` runs on each of the GPUs at the same
+time, a run each, of which the slowest counts. Losses, the mean of the timed steps, are of equal
 samples where as many GPUs train: replicated beside sharded. TRAINER_PROFILE=cpu tries it without GPUs.
 """
 
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import arguments as types
-from bench import ours
+from bench import ours, processes
 from bench.record import update_table
 from trainer import families
 from trainer.config import environment
@@ -57,11 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for variant in options.variants:
                 for way, count in _ways_of_a_round(options):
                     folder = Path(name) / f"{variant}-{way}-{count}-{number}"
-                    job = _job(options, way, count)
-                    sample = ours.train(job, variant, folder, Path(name) / "shared")
-                    if not sample.get("problem"):
-                        plan = json.loads((folder / "run" / "plan.json").read_text())
-                        sample |= {"ranks": plan["ranks"], "predicted": plan["step_milliseconds"]}
+                    sample = _measure(_job(options, way, count), variant, folder, way, max(options.gpus))
                     found.setdefault((variant, way, count), []).append(sample)
                     what = f"{variant}, {way} of {count}"
                     print(f"round {number}, {what}: {_short(sample)}", file=sys.stderr, flush=True)
@@ -71,6 +68,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in rows:
         print(json.dumps(dict(zip(COLUMNS, row, strict=True))))
     return int(any(sample.get("problem") for samples in found.values() for sample in samples))
+
+
+def _measure(job: ours.Job, variant: str, folder: Path, way: str, gpus: int) -> dict[str, Any]:
+    """The figures of a run; of `one` those of the slowest of `gpus` runs, or of one that failed."""
+    names = processes.visible()[:gpus] if way == "one" else [""]
+
+    def run(number: int, environ: Mapping[str, str]) -> dict[str, Any]:
+        mine = folder.with_name(f"{folder.name}-gpu{number}") if number else folder
+        # a data set of its own: another run writes while this one reads
+        shared = folder.with_name(f"shared-{number}")
+        sample = ours.train(job, variant, mine, shared, environ=environ)
+        if sample.get("problem"):
+            return sample
+        plan = json.loads((mine / "run" / "plan.json").read_text())
+        return sample | {"ranks": plan["ranks"], "predicted": plan["step_milliseconds"]}
+
+    samples = processes.side_by_side(run, range(len(names)), jobs=len(names), gpus=names)
+    if len(samples) > 1:
+        print(f"on each GPU: {'; '.join(map(_short, samples))}", file=sys.stderr, flush=True)
+    failed = [sample for sample in samples if sample.get("problem")]
+    return failed[0] if failed else max(samples, key=lambda sample: statistics.median(sample["times"]))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import ours, ranks
+from bench import ours, processes, ranks
 from bench.record import from_json
 
 
@@ -25,7 +26,7 @@ def test_ways_alternate_and_their_times_are_compared(
     asked: list[tuple[str, ...]] = []
     among: list[int] = []
 
-    def train(job: ours.Job, variant: str, folder: Path, shared: Path) -> dict[str, Any]:
+    def train(job: ours.Job, variant: str, folder: Path, shared: Path, **_: Any) -> dict[str, Any]:
         asked.append(job.overrides)
         among.append(job.hosts)
         several = "parallel.gpus=3" in job.overrides
@@ -63,11 +64,39 @@ def test_ways_alternate_and_their_times_are_compared(
     assert "of one" in capsys.readouterr().out
 
 
+def test_one_is_the_slowest_of_the_gpus_that_the_other_ways_use(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = {"4": [100.0, 90.0], "7": [110.0, 104.0], "4,7,9": [108.0, 109.0]}
+    used: list[tuple[str, Path]] = []
+
+    def train(
+        job: ours.Job, variant: str, folder: Path, shared: Path, *, environ: Mapping[str, str]
+    ) -> dict[str, Any]:
+        gpus = environ[processes.VISIBLE]
+        used.append((gpus, shared))
+        (folder / "run").mkdir(parents=True)
+        plan = {"ranks": 1 if job.overrides[0] == "parallel.gpus=1" else 2, "step_milliseconds": 90.0}
+        (folder / "run" / "plan.json").write_text(json.dumps(plan))
+        return {"settings": gpus, "loss": 1.25, "times": times[gpus]}
+
+    monkeypatch.setenv("TRAINER_PROFILE", "cpu")
+    monkeypatch.setenv(processes.VISIBLE, "4,7,9")
+    monkeypatch.setattr(ours, "train", train)
+    given = ["flux1_dev", "--base", str(base), "--variants", "ours-bf16", "--ways", "one,replicated"]
+    assert ranks.main([*given, "--rounds", "1"]) == 0
+    one, two = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (one["what the plan chose"], one["ms a step"], one["of one"]) == ("7", "107.0", "1.000")
+    assert (two["what the plan chose"], two["of one"]) == ("4,7,9", "1.014")
+    assert sorted(gpus for gpus, _ in used) == ["4", "4,7,9", "7"]
+    assert len({folder for gpus, folder in used if len(gpus) == 1}) == 2
+
+
 def test_a_run_that_failed_is_told_and_has_no_row(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRAINER_PROFILE", "cpu")
-    monkeypatch.setattr(ours, "train", lambda *_: {"problem": "exit code 71"})
+    monkeypatch.setattr(ours, "train", lambda *_, **__: {"problem": "exit code 71"})
     record = tmp_path / "record.json"
     given = ["flux1_dev", "--base", str(base), "--ways", "one", "--record", str(record), "--month", "2026-11"]
     assert ranks.main(given) == 1
