@@ -87,15 +87,15 @@ def test_a_step_holds_what_is_committed(
             peak = planned.peak(budget=share, weights=weights, flash=flash)
         else:
             kept, peak = planned.whole.kept, planned.peak()
-        assert LEAST * kept <= held["kept"] <= MOST * kept, cut
+        assert LEAST * kept <= held["kept"] <= MOST * kept, (cut, held)
         # the first block has gradients of its own: models have many
         if "2" in cut:
-            assert LEAST * peak <= held["peak"] <= MOST * peak, cut
+            assert LEAST * peak <= held["peak"] <= MOST * peak, (cut, held)
 
 
 def _planned(family: str, blocks: dict[str, int], row: dict[str, Any], *, compiled: bool) -> Activations:
     units = (row["units"]["every"], row["units"]["captions"])
-    one, more = families.get(family), (0.0, 0.0)
+    one, more = families.get(family), language.MoreValues()
     if one.sample_kind == "conversation":  # its blocks were counted of another shape
         config = component_config(one, None, one.trained_component)
         more = language.more_values(config, linear_inputs=False, compiled=compiled)
@@ -121,9 +121,15 @@ def test_a_head_holds_what_is_planned(dtype: torch.dtype) -> None:
     head.requires_grad_(False)
     states = torch.randn(tokens, width, device="cuda", dtype=dtype, requires_grad=True)
     labels = torch.randint(config["vocab_size"], (tokens,), device="cuda")
+
+    def run() -> None:
+        language._token_losses(head, states, labels, torch.ones(tokens, device="cuda")).sum().backward()
+
+    run()  # cuBLAS takes its workspaces, one a thread
+    states.grad = None
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    language._token_losses(head, states, labels, torch.ones(tokens, device="cuda")).sum().backward()
+    run()
     held = torch.cuda.max_memory_allocated() - before
     planned = head_bytes(one, config, shape, again=dtype == torch.float16)
     assert 0.95 * planned <= held <= MOST * planned

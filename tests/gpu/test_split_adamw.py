@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -220,11 +221,13 @@ def test_going_on_takes_no_more_memory_than_the_next_steps(tmp_path: Path) -> No
     folder = checkpoint.save(tmp_path, snapshot, *first.saved(), **given)
     wanted = {name: value.cpu() for name, value in first.state().items()}
     del first
+    gc.collect()
+    before = torch.cuda.memory_allocated()  # other tests of this process may hold some
     second = fresh()
     torch.cuda.reset_peak_memory_stats()
     status = SimpleNamespace(beat=lambda phase: None)
     context: Any = SimpleNamespace(device=DEVICE, ranks=ALONE, status=status, say=lambda text: None)
     begun: Any = SimpleNamespace(found=(folder, snapshot))
     restore(context, second, begun)
-    assert torch.cuda.max_memory_allocated() < 9 * sum(counts)
+    assert torch.cuda.max_memory_allocated() - before < 9 * sum(counts)
     assert all(torch.equal(value.cpu(), wanted[name]) for name, value in second.state().items())

@@ -181,19 +181,20 @@ def activations(
     compiled: bool,
     linear_inputs: bool,
     head: int,
-    more: tuple[float, float] = (0.0, 0.0),
+    more: tuple[float, float, float] = (0.0, 0.0, 0.0),
     adapter: Kept = NOTHING_KEPT,
     spared: Spared = MappingProxyType({}),
     trained: str = "",
 ) -> Activations:
     """Activations from a family's counts and the number of blocks of each stack.
 
-    `linear_inputs`: inputs of all linears are kept too. `more`: units that each block keeps, and one that is
-    computed again holds, beyond those that were counted. `adapter` is held beyond a plain LoRA, `spared` not
-    held. `trained`: type of a full fine-tune's products, with its own counts or a LoRA's on all linears.
+    `linear_inputs`: inputs of all linears are kept too. `more`: units that each block keeps, one that is
+    computed again holds, and the highest point without such, beyond those that were counted. `adapter` is
+    held beyond a plain LoRA, `spared` not held. `trained`: type of a full fine-tune's products, with its own
+    counts or a LoRA's on all linears.
     """
     ways, style = counts["ways"], "compiled" if compiled else "eager"
-    (every, captions), (kept, beyond_kept), (more_kept, more_again) = units, adapter, more
+    (every, captions), (kept, beyond_kept), (more_kept, more_again, more_beyond) = units, adapter, more
     caption_bytes = [counts["beside"].get(name, 0.0) * captions for name in counts["stacks"]]
 
     def held(way: str, *, recomputes: bool = False) -> Held:
@@ -206,7 +207,7 @@ def activations(
             if way == style:  # budgets are shares of less, and were not counted so
                 size -= _spared(spared.get(name, (0, 0)), (extra[number] - more_kept) * unit)
             each += [int(size)] * blocks.get(name, 0)
-        beyond = found["beyond"] * every + beyond_kept
+        beyond = (found["beyond"] + (0.0 if recomputes else more_beyond)) * every + beyond_kept
         if recomputes:  # one block's
             beyond += (max(extra) - more_kept + more_again) * every
             beyond += max(caption_bytes) + max(kept.values(), default=0)

@@ -43,7 +43,7 @@ def run_activations(
     linear_inputs = full or config.lora.target_modules != _ATTENTION_PRESET
 
     def planned(*, compiled: bool, trained: str = PLAIN if full else "") -> Activations:
-        more = (0.0, 0.0)
+        more = language.MoreValues()
         if family.sample_kind == "conversation":  # its blocks were counted of another shape
             more = language.more_values(
                 model_config, linear_inputs=linear_inputs, compiled=compiled, trained=full
