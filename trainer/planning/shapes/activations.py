@@ -188,10 +188,9 @@ def activations(
 ) -> Activations:
     """Activations from a family's counts and the number of blocks of each stack.
 
-    `linear_inputs`: inputs of all linears are kept too. `more`: units that each block keeps, one that is
-    computed again holds, and the highest point without such, beyond those that were counted. `adapter` is
-    held beyond a plain LoRA, `spared` not held. `trained`: type of a full fine-tune's products, with its own
-    counts or a LoRA's on all linears.
+    `linear_inputs`: inputs of all linears are kept too. `more`: units beyond the counts: of each block, one
+    that is computed again, at the highest point without. `adapter` is held beyond a plain LoRA, `spared` not
+    held. `trained`: type of a full fine-tune's products, with its own counts or a LoRA's on all linears.
     """
     ways, style = counts["ways"], "compiled" if compiled else "eager"
     (every, captions), (kept, beyond_kept), (more_kept, more_again, more_beyond) = units, adapter, more
