@@ -37,6 +37,7 @@ _IN_THE_WAY: dict[int, str] = {
 """The same for what somebody else put in the place of what is written."""
 _GIB = 1024**3
 _PIECE_BYTES = 1 << 24
+_OLD = ".old"
 
 
 @contextlib.contextmanager
@@ -124,7 +125,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
     """Give an empty folder that takes the place of `target` when the block ends, and vanishes when it raises.
 
     The older folder is kept aside until the new one is in its place: one that an interrupted call left aside
-    comes back first. Raises StorageError.
+    comes back first, and `kept_aside` finds it until then. Raises StorageError.
     """
     temporary, aside = target.with_name(f"{target.name}.tmp"), _aside(target)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -150,21 +151,31 @@ def _aside(target: Path) -> Path:
     """Where an older folder waits: hidden, so that it is nobody's own copy, and nothing that a reader of the
     folder around it takes for a result.
     """
-    return target.with_name(f".{target.name}.old")
+    return target.with_name(f".{target.name}{_OLD}")
 
 
-def put_back(target: Path) -> None:
+def kept_aside(folder: Path) -> dict[Path, Path]:
+    """Folders in `folder` that an interrupted `whole_folder` was replacing, each with where its older one
+    waits for `put_back`.
+    """
+    waiting = [path for path in sorted(folder.glob(f".?*{_OLD}")) if path.is_dir()]
+    return {path.with_name(path.name[1:].removesuffix(_OLD)): path for path in waiting}
+
+
+def put_back(target: Path) -> bool:
     """Give the folder that an interrupted `whole_folder` kept aside its name again, or remove it where
-    `target` was replaced whole. Raises StorageError.
+    `target` was replaced whole. True where it came back. Raises StorageError.
     """
     aside = _aside(target)
     if not aside.is_dir():
-        return
+        return False
     with no_space_told(target):
         if target.exists():
             shutil.rmtree(aside)
-        else:
-            aside.rename(target)
+            return False
+        aside.rename(target)
+        sync_directory(target.parent)
+        return True
 
 
 def unused_name(path: Path) -> Path:

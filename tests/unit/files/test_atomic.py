@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import killed
 from trainer.errors import ExitCode, NoSpaceError, StorageError
 from trainer.files import atomic
 
@@ -163,6 +164,23 @@ def test_a_folder_that_an_interrupted_call_left_aside_comes_back(tmp_path: Path,
         raise RuntimeError
     assert (target / "file").read_text() == ("new" if replaced else "old")
     assert names(tmp_path) == ["model"]
+
+
+def test_a_kill_at_any_moment_leaves_the_old_folder_or_the_new_one(tmp_path: Path) -> None:
+    """The old one waits aside for a moment, where `put_back` finds it without knowing its name."""
+    seen = set()
+    for folder in killed.at_each_change(
+        lambda folder: fill(folder / "model", "new"), lambda folder: fill(folder / "model", "old"), tmp_path
+    ):
+        waiting = list(atomic.kept_aside(folder))
+        assert waiting in ([], [folder / "model"])
+        absent = not (folder / "model").exists()
+        assert not absent or waiting
+        assert [atomic.put_back(target) for target in waiting] == [absent] * len(waiting)
+        assert set(names(folder)) - {"model.tmp"} == {"model"}
+        text = (folder / "model" / "file").read_text()
+        seen.add((text, absent))
+    assert seen == {("old", False), ("old", True), ("new", False)}
 
 
 def test_a_folder_that_a_user_calls_old_is_left_alone(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from trainer.engine.records.early_stop import Patience
 from trainer.engine.records.fingerprint import Change, changes
 from trainer.errors import ConfigError, Problem
 from trainer.files.atomic import (
+    kept_aside,
     no_space_told,
     reading_told,
     sync_directory,
@@ -148,6 +149,11 @@ def steps_on_disk(root: Path) -> list[Path]:
     """Complete checkpoints, oldest first; renamed folders are not among them."""
     found = [path for path in root.glob("step-*") if path.is_dir() and _NAME.fullmatch(path.name)]
     return sorted(found, key=step_of)
+
+
+def steps_kept_aside(root: Path) -> list[Path]:
+    """Checkpoints that a killed save was replacing, by the names that `atomic.put_back` gives them."""
+    return [target for target in kept_aside(root) if _NAME.fullmatch(target.name)]
 
 
 def newest_valid(
