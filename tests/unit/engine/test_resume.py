@@ -154,8 +154,8 @@ def test_a_checkpoint_that_a_killed_save_was_replacing_is_gone_on_from(tmp_path:
         found, _ = resume._wanted_checkpoint(start)
         assert found is not None and found[1].step == 5
         seen.add((absent, checkpoint.read_group(found[0], "weights", "cpu")["w"][0].item()))
-        told = "checkpoints/step-000005 is here again: a start that was killed was replacing it, and this is"
-        assert said == ([f"{told} the older one"] if absent else [])
+        told = "checkpoints/step-000005 is here again, as it was before a start replaced it that was killed"
+        assert said == ([told] if absent else [])
         resume.require_space(start)
         assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000005"]
     assert seen == {(False, 1.0), (True, 1.0), (False, 2.0)}

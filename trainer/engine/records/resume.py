@@ -100,8 +100,8 @@ def put_back(run_dir: Path, say: Callable[[str], None]) -> None:
     steps = checkpoint.steps_kept_aside(run_dir / "checkpoints")
     for folder in (run_dir / "model", run_dir / BEST_FOLDER, *steps):
         if atomic.put_back(folder):
-            what = "a start that was killed was replacing it, and this is the older one"
-            say(f"{folder.relative_to(run_dir)} is here again: {what}")
+            name = folder.relative_to(run_dir)
+            say(f"{name} is here again, as it was before a start replaced it that was killed")
 
 
 def record_text(start: Start) -> str:
