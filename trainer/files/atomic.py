@@ -76,8 +76,9 @@ def reading_told(path: Path) -> Iterator[None]:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy the bytes of `source`, or of what it links to, to `target`. Raises StorageError that names the
-    file which its disk did not give or take.
+    """Copy the bytes of `source`, or of what it links to, to `target`, and sync them.
+
+    Raises StorageError that names the file which its disk did not give or take.
     """
     with reading_told(source):
         file = source.open("rb")
@@ -86,8 +87,10 @@ def copy_file(source: Path, target: Path) -> None:
             with reading_told(source):
                 piece = file.read(_PIECE_BYTES)
             if not piece:
-                return
+                break
             copy.write(piece)
+        copy.flush()
+        os.fsync(copy.fileno())
 
 
 @contextlib.contextmanager
@@ -125,7 +128,8 @@ def whole_folder(target: Path) -> Iterator[Path]:
     """Give an empty folder that takes the place of `target` when the block ends, and vanishes when it raises.
 
     The older folder is kept aside until the new one is in its place: one that an interrupted call left aside
-    comes back first, and `kept_aside` finds it until then. Raises StorageError.
+    comes back first, and `kept_aside` finds it until then. Names are on the disk before it goes; bytes are
+    for the block to sync. Raises StorageError.
     """
     temporary, aside = target.with_name(f"{target.name}.tmp"), _aside(target)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -135,6 +139,8 @@ def whole_folder(target: Path) -> Iterator[Path]:
             temporary.mkdir(parents=True)
         yield temporary
         with no_space_told(target):
+            for folder, _, _ in os.walk(temporary):
+                sync_directory(Path(folder))
             if target.is_dir():
                 target.rename(aside)
             temporary.replace(target)

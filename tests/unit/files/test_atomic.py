@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,38 @@ def test_a_kill_at_any_moment_leaves_the_old_folder_or_the_new_one(tmp_path: Pat
         text = (folder / "model" / "file").read_text()
         seen.add((text, absent))
     assert seen == {("old", False), ("old", True), ("new", False)}
+
+
+def test_a_new_folder_is_on_the_disk_before_the_old_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut a model's copied files were empty, and the older model was gone."""
+    source, target = tmp_path / "config.json", tmp_path / "model"
+    source.write_text("{}")
+    fill(target, "old")
+    synced: set[str] = set()
+    real, remove = os.fsync, shutil.rmtree
+
+    def recorded(descriptor: int) -> None:
+        synced.add(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        real(descriptor)
+
+    def removed(path: Path, **options: bool) -> None:
+        assert not path.exists() or synced == {
+            "config.json",
+            "deep",
+            "transformer",
+            "model.tmp",
+            tmp_path.name,
+        }
+        remove(path, **options)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    with atomic.whole_folder(target) as folder:
+        (folder / "transformer" / "deep").mkdir(parents=True)
+        atomic.copy_file(source, folder / "transformer" / "config.json")
+    assert names(tmp_path) == ["config.json", "model"]
 
 
 def test_a_folder_that_a_user_calls_old_is_left_alone(tmp_path: Path) -> None:
