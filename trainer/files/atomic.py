@@ -38,6 +38,8 @@ _IN_THE_WAY: dict[int, str] = {
 _GIB = 1024**3
 _PIECE_BYTES = 1 << 24
 _OLD = ".old"
+_TRIES = 10
+_IN_USE = frozenset({errno.ENOTEMPTY, errno.EBUSY})
 
 
 @contextlib.contextmanager
@@ -132,8 +134,9 @@ def whole_folder(target: Path) -> Iterator[Path]:
     for the block to sync. Raises StorageError.
     """
     temporary, aside = target.with_name(f"{target.name}.tmp"), _aside(target)
-    shutil.rmtree(temporary, ignore_errors=True)
     put_back(target)
+    for left in (temporary, aside):
+        _clear(left)
     try:
         with no_space_told(target):
             temporary.mkdir(parents=True)
@@ -145,8 +148,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
                 target.rename(aside)
             temporary.replace(target)
             sync_directory(target.parent)
-            if aside.is_dir():
-                shutil.rmtree(aside)
+            remove_folder(aside)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if aside.is_dir() and not target.exists():
@@ -158,6 +160,14 @@ def _aside(target: Path) -> Path:
     folder around it takes for a result.
     """
     return target.with_name(f".{target.name}{_OLD}")
+
+
+def _clear(left: Path) -> None:
+    """Remove what a killed `whole_folder` left. Raises StorageError where it stays: before any work."""
+    shutil.rmtree(left, ignore_errors=True)
+    if os.path.lexists(left):
+        what, remedy = "what a killed start left here cannot be removed", "remove it or move it away"
+        raise StorageError(what, where=str(left), remedy=f"{remedy}, then start again to resume")
 
 
 def kept_aside(folder: Path) -> dict[Path, Path]:
@@ -177,11 +187,29 @@ def put_back(target: Path) -> bool:
         return False
     with no_space_told(target):
         if target.exists():
-            shutil.rmtree(aside)
+            remove_folder(aside)
             return False
         aside.rename(target)
         sync_directory(target.parent)
         return True
+
+
+def remove_folder(folder: Path) -> bool:
+    """Remove a folder that need not be there; False where some of it stays for a later call: of a network's
+    file system that which a process has open, else files that come while it is removed. Raises StorageError.
+    """
+    with no_space_told(folder):
+        for _ in range(_TRIES):
+            try:
+                shutil.rmtree(folder)
+            except FileNotFoundError:  # it, or a file in it: somebody else removes it as well
+                if not folder.exists():
+                    return True
+            except OSError as error:
+                if error.errno not in _IN_USE:
+                    raise
+                return False
+    return not folder.exists()
 
 
 def unused_name(path: Path) -> Path:

@@ -216,6 +216,60 @@ def test_a_new_folder_is_on_the_disk_before_the_old_one_goes(
     assert names(tmp_path) == ["config.json", "model"]
 
 
+def test_what_cannot_be_removed_is_told_before_work(tmp_path: Path) -> None:
+    (tmp_path / "model.tmp").write_text("mine")
+    with (
+        pytest.raises(StorageError, match="cannot be removed") as caught,
+        atomic.whole_folder(tmp_path / "model"),
+    ):
+        raise AssertionError("no work is done")
+    assert caught.value.problems[0].where == str(tmp_path / "model.tmp")
+    assert names(tmp_path) == ["model.tmp"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOTEMPTY, errno.EBUSY])
+def test_a_folder_that_is_in_use_is_removed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """NFS keeps a file that a process has open, under another name, and its folder with it."""
+    target = tmp_path / "model"
+    fill(target, "old")
+
+    def refused(path: str, **options: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", refused)
+        fill(target, "new")
+        assert (target / "file").read_text() == "new" and names(tmp_path) == [".model.old", "model"]
+        with pytest.raises(StorageError, match="cannot be removed") as caught, atomic.whole_folder(target):
+            raise AssertionError("work whose result would have no place")
+        assert caught.value.problems[0].where == str(tmp_path / ".model.old")
+    assert (target / "file").read_text() == "new"
+    assert atomic.put_back(target) is False
+    assert names(tmp_path) == ["model"]
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="Input/output error"):
+        code = errno.EIO
+        patch.setattr(os, "rmdir", refused)
+        atomic.remove_folder(target)
+
+
+def test_a_folder_that_somebody_else_removes_as_well_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path / "model", "old")
+    real = os.unlink
+
+    def faster(path: str, **options: int) -> None:
+        real(path, **options)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr(os, "unlink", faster)
+    assert atomic.remove_folder(tmp_path / "model")
+    assert atomic.remove_folder(tmp_path / "model")
+    assert names(tmp_path) == []
+
+
 def test_a_folder_that_a_user_calls_old_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "model.old").mkdir()
     fill(tmp_path / "model", "new")

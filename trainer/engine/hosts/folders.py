@@ -12,7 +12,6 @@ import errno
 import functools
 import hashlib
 import itertools
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -158,7 +157,7 @@ def with_checkpoint(context: Context, start: Start) -> Start:
     if ranks.speaks and not context.shares_run_dir:
         keep = context.config.checkpoint.checkpoints_total_limit
         for older in checkpoint.steps_on_disk(root)[:-keep]:
-            shutil.rmtree(older)
+            atomic.remove_folder(older)
     return dataclasses.replace(start, found=(folder, start.found[1]))
 
 

@@ -26,6 +26,7 @@ from trainer.files.atomic import (
     kept_aside,
     no_space_told,
     reading_told,
+    remove_folder,
     sync_directory,
     unused_name,
     whole_folder,
@@ -105,7 +106,7 @@ def save(
         # later ones are damaged, since the run went on from an earlier one, and are replaced on its way
         ours = [folder for folder in steps_on_disk(root) if step_of(folder) <= snapshot.step]
         for folder in ours[:-keep]:
-            shutil.rmtree(folder)
+            remove_folder(folder)  # the next save tries again
     remove_unfinished(root)
     return target
 
