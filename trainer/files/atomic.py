@@ -222,10 +222,15 @@ def unused_name(path: Path) -> Path:
 
 
 def sync_directory(path: Path) -> None:
-    """Make names created, renamed or removed in the folder `path` survive a power cut."""
+    """Make names created, renamed or removed in the folder `path` survive a power cut, where its file system
+    can: some of networks and of user space sync files alone.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # what cannot be synced: see fsync(2)
+            raise
     finally:
         os.close(descriptor)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,27 @@ def test_what_stands_in_the_way_is_told_and_stays(tmp_path: Path) -> None:
         atomic.write_text(tmp_path / "file" / "new", "text")
     assert (tmp_path / "file").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO, errno.EROFS])
+def test_a_file_system_that_syncs_no_folders_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Some of networks answer EINVAL, and ended every run with a traceback. A disk that fails is told."""
+    real = os.fsync
+
+    def no_folders(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", no_folders)
+    told = contextlib.nullcontext() if code == errno.EINVAL else pytest.raises(StorageError)
+    with told:
+        atomic.write_text(tmp_path / "file", "text")
+    with told:
+        fill(tmp_path / "model", "new")
+    assert names(tmp_path) == (["file", "model"] if code == errno.EINVAL else ["file"])
 
 
 def fill(target: Path, text: str) -> None:
