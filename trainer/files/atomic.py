@@ -133,7 +133,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
     comes back first, and `kept_aside` finds it until then. Names are on the disk before it goes; bytes are
     for the block to sync. Raises StorageError.
     """
-    temporary, aside = target.with_name(f"{target.name}.tmp"), _aside(target)
+    temporary, aside = names_beside(target)
     put_back(target)
     for left in (temporary, aside):
         _clear(left)
@@ -155,11 +155,12 @@ def whole_folder(target: Path) -> Iterator[Path]:
             aside.rename(target)
 
 
-def _aside(target: Path) -> Path:
-    """Where an older folder waits: hidden, so that it is nobody's own copy, and nothing that a reader of the
-    folder around it takes for a result.
+def names_beside(target: Path) -> tuple[Path, Path]:
+    """Where `whole_folder` makes the new folder, and where the older one waits; it removes what is there.
+
+    The second is hidden: nobody's own copy, and nothing that a reader of the folder takes for a result.
     """
-    return target.with_name(f".{target.name}{_OLD}")
+    return target.with_name(f"{target.name}.tmp"), target.with_name(f".{target.name}{_OLD}")
 
 
 def _clear(left: Path) -> None:
@@ -182,7 +183,7 @@ def put_back(target: Path) -> bool:
     """Give the folder that an interrupted `whole_folder` kept aside its name again, or remove it where
     `target` was replaced whole. True where it came back. Raises StorageError.
     """
-    aside = _aside(target)
+    _, aside = names_beside(target)
     if not aside.is_dir():
         return False
     with no_space_told(target):

@@ -161,6 +161,24 @@ def test_a_checkpoint_that_a_killed_save_was_replacing_is_gone_on_from(tmp_path:
     assert seen == {(False, 1.0), (True, 1.0), (False, 2.0)}
 
 
+def test_a_kill_at_any_moment_leaves_the_checkpoint_before_or_the_new_one(tmp_path: Path) -> None:
+    """Of two only one is kept: the older goes once the new one is on the disk."""
+    seen = []
+    for folder in killed.at_each_change(
+        lambda folder: save(folder / "checkpoints", 10, 2.0),
+        lambda folder: save(folder / "checkpoints", 5, 1.0),
+        tmp_path,
+    ):
+        start = context(folder)
+        resume.put_back(folder, print)
+        found, _ = resume._wanted_checkpoint(start)
+        assert found is not None
+        value = checkpoint.read_group(found[0], "weights", "cpu")["w"][0].item()
+        assert (found[1].step, value) in ((5, 1.0), (10, 2.0))
+        seen.append(found[1].step)
+    assert seen == sorted(seen) and set(seen) == {5, 10}
+
+
 def test_a_start_looks_for_what_a_killed_one_left_aside_first(tmp_path: Path) -> None:
     """A model alone would be another run's that started over."""
     sparse(tmp_path / ".model.old" / "config.json", 1)
