@@ -43,6 +43,22 @@ def test_another_run_is_refused_where_results_are(tmp_path: Path) -> None:
         resume.require_free_folder(context(tmp_path), FINGERPRINT)
 
 
+def test_another_runs_best_lora_is_a_result(tmp_path: Path) -> None:
+    """A fresh start removes what is in `best/`, which may be all that somebody kept of a run."""
+    (tmp_path / "best").mkdir()
+    resume.require_free_folder(context(tmp_path), FINGERPRINT)
+    (tmp_path / "best" / "x.safetensors").write_bytes(b"precious")
+    with pytest.raises(ConfigError, match="best of another run is here"):
+        resume.require_free_folder(context(tmp_path), FINGERPRINT)
+    with pytest.raises(ConfigError, match="best of an earlier run is here and resuming is forbidden"):
+        resume.require_free_folder(context(tmp_path, wanted="never"), FINGERPRINT)
+    (tmp_path / resume.RUN_FILE).write_text('{"seed": "1"}')
+    with pytest.raises(ConfigError, match="seed: the checkpoint has '1', this run '0'"):
+        resume.require_free_folder(context(tmp_path), FINGERPRINT)
+    (tmp_path / resume.RUN_FILE).write_text('{"seed": "0"}')
+    resume.require_free_folder(context(tmp_path), FINGERPRINT)
+
+
 def test_the_same_run_may_start_again(tmp_path: Path) -> None:
     finished(tmp_path, '{"seed": "0"}')
     resume.require_free_folder(context(tmp_path), FINGERPRINT)

@@ -213,7 +213,8 @@ def _began_from(context: Context) -> Mapping[str, str]:
 def _results(run_dir: Path) -> list[Path]:
     """The results of a run in its folder besides checkpoints."""
     metrics = run_dir / METRICS_LOG
-    folders = [one for one in (run_dir / "lora", run_dir / "model") if one.is_dir() and any(one.iterdir())]
+    named = (run_dir / name for name in ("lora", "model", BEST_FOLDER))
+    folders = [one for one in named if one.is_dir() and any(one.iterdir())]
     # a loss measured before the first step is no result
     return folders + ([metrics] if any(row["step"] for row in read_metrics(metrics)) else [])
 
