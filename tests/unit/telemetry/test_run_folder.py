@@ -264,6 +264,8 @@ def test_checkpoints_and_files_are_listed_with_their_sizes(run_dir: Path, tmp_pa
     # of two the older one waits aside: a save was killed between two renames, or before it was removed
     for other in ("step-000010.tmp", "step-000030.damaged", "step-7", ".step-000005.old", ".step-000030.old"):
         (run_dir / "checkpoints" / other).mkdir()
+    (run_dir / "checkpoints/.step-000030.old/lora").mkdir()
+    (run_dir / "checkpoints/.step-000030.old/lora/run.safetensors").write_bytes(b"aside")
     (run_dir / "lora").mkdir()
     (run_dir / "lora/run.safetensors").write_bytes(b"zzz")
     (tmp_path / "elsewhere").write_text("no")
@@ -272,7 +274,7 @@ def test_checkpoints_and_files_are_listed_with_their_sizes(run_dir: Path, tmp_pa
     assert [(one.step, one.bytes, [file.bytes for file in one.lora]) for one in run.checkpoints] == [
         (5, 7, [2]),
         (20, 20, []),
-        (30, 0, []),
+        (30, 5, []),
     ]
     names = {str(file.path.relative_to(run_dir)): file.bytes for file in run.files}
     assert names == {

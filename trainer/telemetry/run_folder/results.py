@@ -110,7 +110,8 @@ def checkpoints(run_dir: Path) -> tuple[Checkpoint, ...]:
             step,
             folder,
             sum(file.bytes for file in _files(folder.rglob("*"))),
-            _files((folder / LORA_FOLDER).glob("*.safetensors")),
+            # of one that waits aside the next start changes the path
+            _files((folder / LORA_FOLDER).glob("*.safetensors")) if _STEP.fullmatch(folder.name) else (),
         )
         for step, folder in _checkpoint_folders(run_dir / "checkpoints")
     )
