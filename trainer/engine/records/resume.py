@@ -196,6 +196,8 @@ def _named_checkpoint(
         return named, began_from
     held = ", ".join(map(str, steps)) or "none"
     remedy = f"name a folder such as checkpoints/step-000500; the run's own are: {held}"
+    if (aside := atomic.names_beside(wanted)[1]).is_dir():
+        remedy = f"name {aside}: a save of that run was killed while it replaced it"
     raise ConfigError(f"there is no folder {wanted}", where=_RESUME, remedy=remedy)
 
 
