@@ -334,6 +334,11 @@ def test_merging_is_refused_where_it_would_lose_something(
     other = tmp_path / "other.safetensors"
     renamed(done.file, other, lambda name: name.replace("blocks.0", "blocks.77"), read_metadata(done.file))
     (tmp_path / "there").mkdir()
+    # somebody's own folders, which the merge would have taken for its remains and removed
+    for name in ("mine.tmp", ".ours.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     assert done.comfyui is not None
     cases = [
         (("--set", f"model.pretrained_model_name_or_path={stored}"), 78, "is stored quantised"),
@@ -345,11 +350,15 @@ def test_merging_is_refused_where_it_would_lose_something(
         (("--lora", str(done.comfyui)), 78, "it is laid out for ComfyUI"),
         (("--lora", str(other)), 65, "layers of the adapter are not in the base"),
         (("--to", str(tmp_path / "there")), 78, "there exists"),
+        (("--to", str(tmp_path / "mine")), 78, "mine.tmp exists"),
+        (("--to", str(tmp_path / "ours")), 78, ".ours.old exists"),
+        (("--to", str(tmp_path / "link")), 78, "link exists"),
     ]
     for arguments, code, words in cases:
         assert merge(done, tmp_path / "never", *arguments) == code, words
         assert words in capsys.readouterr().err
     assert not list(tmp_path.glob("never*"))
+    assert all((tmp_path / name / "precious").exists() for name in ("mine.tmp", ".ours.old"))
 
 
 def read_metadata(path: Path) -> dict[str, str]:

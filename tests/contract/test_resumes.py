@@ -351,3 +351,24 @@ def test_the_lowest_loss_is_that_of_the_checkpoint_where_other_settings_make_lat
     record = json.loads((best / "best.json").read_text())
     assert (record["step"], record["validation_loss"]) == (4, lowest["validation_loss"])
     assert any(line.startswith("best: step 4, held-out loss") for line in job.said)  # measured from its file
+
+
+def test_a_run_goes_on_from_a_checkpoint_that_a_killed_save_left_aside(
+    workshop: Workshop, four_steps: Path, six_steps: Path, tmp_path: Path
+) -> None:
+    """With one checkpoint kept it was the only one, and the run was started over."""
+    folder = Path(shutil.copytree(four_steps, tmp_path / "copy"))
+    saved = folder / "run" / "checkpoints"
+    shutil.rmtree(saved / "step-000002")
+    waits = (saved / "step-000004").rename(saved / ".step-000004.old")
+    shutil.copytree(waits, saved / "step-000004.tmp")
+    named = f"checkpoint.resume_from_checkpoint={saved / 'step-000004'}"
+    with pytest.raises(ConfigError, match=r"there is no folder .*\n.*name .*/\.step-000004\.old: a save"):
+        workshop.job(CASE, tmp_path / "other", *LONGER, named).train()
+    job = workshop.job(CASE, folder, *LONGER)
+    job.train()
+    assert any(line.startswith("checkpoints/step-000004 is here again") for line in job.said)
+    assert "resumed from step-000004" in job.said
+    assert steps_saved(job.folder) == ["step-000004", "step-000006"]
+    assert not waits.exists() and not (saved / "step-000004.tmp").exists()
+    assert not different(files(job.folder, "lora/*"), files(six_steps, "lora/*"))

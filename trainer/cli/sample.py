@@ -37,7 +37,7 @@ _FILE, _FOLDER = LoraFile(), GivenPath(exists=True, file_okay=False)
     type=GivenPath(),
     default=Path("sample.png"),
     show_default=True,
-    help="PNG to write, with all prompts.",
+    help="PNG to write, with all prompts; the first 80 of --before-after.",
 )
 def sample(
     layers: Layers,

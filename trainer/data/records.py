@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,7 @@ class Control:
     height: int
     content_sha256: str
     colour: str = ""
-    """Conversion of its colours to sRGB, on which its pixels depend; empty where they are sRGB already."""
+    """Conversion of its colours to sRGB, on which its pixels depend; empty where it is the usual one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,13 @@ class Mask:
 
     path: Path
     content_sha256: str
+    depth: str = ""
+    """Conversion of its values to eight bits, on which they depend; empty where it is the usual one."""
+
+    @property
+    def key(self) -> Mapping[str, str]:
+        """Identity of its values."""
+        return {"mask": self.content_sha256} | ({"mask_depth": self.depth} if self.depth else {})
 
 
 @dataclass(frozen=True, kw_only=True)

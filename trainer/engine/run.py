@@ -31,7 +31,7 @@ from trainer.engine.records import resume
 from trainer.engine.records.journal import Journal, start_tracker
 from trainer.engine.results import proof
 from trainer.engine.results.full import export_full, prove_full
-from trainer.engine.results.pictures import before_after, compared, first_of, row, shown, write_png
+from trainer.engine.results.pictures import before_after, compared, first_of, row, shown, smaller, write_png
 from trainer.engine.spec import Spec
 from trainer.engine.training import loop, orders, rounds, state
 from trainer.engine.training.drawing import draw_try
@@ -367,8 +367,8 @@ def sample_once(context: Context, spec: Spec) -> None:
     picture = before_after(rows, captions, titles) if spec.before_after else row(rows[0], captions, titles[0])
     target.parent.mkdir(parents=True, exist_ok=True)
     write_png(picture, target)
-    left_out = first_of(len(captions)) if spec.before_after else ""
-    context.say(f"picture: {spec.output_file}{left_out}")
+    told = first_of(len(captions)) if spec.before_after else smaller(rows[0])
+    context.say(f"picture: {spec.output_file}{told}")
 
 
 def _with_model(context: Context, folder: Path) -> Context:

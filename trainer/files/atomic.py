@@ -37,6 +37,9 @@ _IN_THE_WAY: dict[int, str] = {
 """The same for what somebody else put in the place of what is written."""
 _GIB = 1024**3
 _PIECE_BYTES = 1 << 24
+_OLD = ".old"
+_TRIES = 10
+_IN_USE = frozenset({errno.ENOTEMPTY, errno.EBUSY})
 
 
 @contextlib.contextmanager
@@ -75,8 +78,9 @@ def reading_told(path: Path) -> Iterator[None]:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy the bytes of `source`, or of what it links to, to `target`. Raises StorageError that names the
-    file which its disk did not give or take.
+    """Copy the bytes of `source`, or of what it links to, to `target`, and sync them.
+
+    Raises StorageError that names the file which its disk did not give or take.
     """
     with reading_told(source):
         file = source.open("rb")
@@ -85,8 +89,10 @@ def copy_file(source: Path, target: Path) -> None:
             with reading_told(source):
                 piece = file.read(_PIECE_BYTES)
             if not piece:
-                return
+                break
             copy.write(piece)
+        copy.flush()
+        os.fsync(copy.fileno())
 
 
 @contextlib.contextmanager
@@ -124,47 +130,87 @@ def whole_folder(target: Path) -> Iterator[Path]:
     """Give an empty folder that takes the place of `target` when the block ends, and vanishes when it raises.
 
     The older folder is kept aside until the new one is in its place: one that an interrupted call left aside
-    comes back first. Raises StorageError.
+    comes back first, and `kept_aside` finds it until then. Names are on the disk before it goes; bytes are
+    for the block to sync. Raises StorageError.
     """
-    temporary, aside = target.with_name(f"{target.name}.tmp"), _aside(target)
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary, aside = names_beside(target)
     put_back(target)
+    for left in (temporary, aside):
+        _clear(left)
     try:
         with no_space_told(target):
             temporary.mkdir(parents=True)
         yield temporary
         with no_space_told(target):
+            for folder, _, _ in os.walk(temporary):
+                sync_directory(Path(folder))
             if target.is_dir():
                 target.rename(aside)
             temporary.replace(target)
             sync_directory(target.parent)
-            if aside.is_dir():
-                shutil.rmtree(aside)
+            remove_folder(aside)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if aside.is_dir() and not target.exists():
             aside.rename(target)
 
 
-def _aside(target: Path) -> Path:
-    """Where an older folder waits: hidden, so that it is nobody's own copy, and nothing that a reader of the
-    folder around it takes for a result.
+def names_beside(target: Path) -> tuple[Path, Path]:
+    """Where `whole_folder` makes the new folder, and where the older one waits; it removes what is there.
+
+    The second is hidden: nobody's own copy, and nothing that a reader of the folder takes for a result.
     """
-    return target.with_name(f".{target.name}.old")
+    return target.with_name(f"{target.name}.tmp"), target.with_name(f".{target.name}{_OLD}")
 
 
-def put_back(target: Path) -> None:
+def _clear(left: Path) -> None:
+    """Remove what a killed `whole_folder` left. Raises StorageError where it stays: before any work."""
+    shutil.rmtree(left, ignore_errors=True)
+    if os.path.lexists(left):
+        what, remedy = "what a killed start left here cannot be removed", "remove it or move it away"
+        raise StorageError(what, where=str(left), remedy=f"{remedy}, then start again to resume")
+
+
+def kept_aside(folder: Path) -> dict[Path, Path]:
+    """Folders in `folder` that an interrupted `whole_folder` was replacing, each with where its older one
+    waits for `put_back`.
+    """
+    waiting = [path for path in sorted(folder.glob(f".?*{_OLD}")) if path.is_dir()]
+    return {path.with_name(path.name[1:].removesuffix(_OLD)): path for path in waiting}
+
+
+def put_back(target: Path) -> bool:
     """Give the folder that an interrupted `whole_folder` kept aside its name again, or remove it where
-    `target` was replaced whole. Raises StorageError.
+    `target` was replaced whole. True where it came back. Raises StorageError.
     """
-    aside = _aside(target)
+    _, aside = names_beside(target)
     if not aside.is_dir():
-        return
+        return False
     with no_space_told(target):
         if target.exists():
-            shutil.rmtree(aside)
-        else:
-            aside.rename(target)
+            remove_folder(aside)
+            return False
+        aside.rename(target)
+        sync_directory(target.parent)
+        return True
+
+
+def remove_folder(folder: Path) -> bool:
+    """Remove a folder that need not be there; False where some of it stays for a later call: of a network's
+    file system that which a process has open, else files that come while it is removed. Raises StorageError.
+    """
+    with no_space_told(folder):
+        for _ in range(_TRIES):
+            try:
+                shutil.rmtree(folder)
+            except FileNotFoundError:  # it, or a file in it: somebody else removes it as well
+                if not folder.exists():
+                    return True
+            except OSError as error:
+                if error.errno not in _IN_USE:
+                    raise
+                return False
+    return not folder.exists()
 
 
 def unused_name(path: Path) -> Path:
@@ -177,10 +223,15 @@ def unused_name(path: Path) -> Path:
 
 
 def sync_directory(path: Path) -> None:
-    """Make names created, renamed or removed in the folder `path` survive a power cut."""
+    """Make names created, renamed or removed in the folder `path` survive a power cut, where its file system
+    can: some of networks and of user space sync files alone.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # what cannot be synced: see fsync(2)
+            raise
     finally:
         os.close(descriptor)
 

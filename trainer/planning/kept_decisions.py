@@ -17,6 +17,7 @@ from trainer.errors import ConfigError
 from trainer.files import atomic
 from trainer.planning.choose.optimizers import STOCHASTIC
 from trainer.telemetry.run_folder.plan import PLAN_FILE
+from trainer.telemetry.run_folder.results import has_checkpoint
 
 
 def continued(loaded: Loaded) -> Loaded:
@@ -68,7 +69,7 @@ def starts_from_checkpoint(config: RunConfig) -> bool:
 def going_on(config: RunConfig) -> bool:
     """True if the run's folder holds a checkpoint. Raises StorageError where that cannot be read."""
     with atomic.reading_told(config.output_dir):
-        return any((config.output_dir / "checkpoints").glob("step-*"))
+        return has_checkpoint(config.output_dir)
 
 
 def _read(path: Path) -> dict[str, Any]:

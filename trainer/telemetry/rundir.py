@@ -15,7 +15,11 @@ CONFIG_FILE = "config.resolved.yaml"
 """The configuration of a run, with what was decided when it began."""
 _PRUNED = ("checkpoints", "samples")
 """Folders whose entries a run prunes."""
-_FOLDERS = frozenset((*_PRUNED, "best", "lora", "model", ".model.old", "tensorboard", "wandb"))
+# fmt: off
+_FOLDERS = frozenset((
+    *_PRUNED, "best", ".best.old", "lora", "model", ".model.old", "tensorboard", "wandb",
+))
+# fmt: on
 # fmt: off
 _FILES = frozenset((
     LOCK_FILE, "before_after.png", CONFIG_FILE, "left_out.jsonl", "log.jsonl", "metrics.jsonl", "plan.json",

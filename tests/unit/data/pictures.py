@@ -40,6 +40,19 @@ def bomb() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
 
 
+def twelve_bit_tiff(values: np.ndarray) -> bytes:
+    """An uncompressed grey TIFF of 12 bits, two pixels in three bytes; PIL reads it as 16 and writes none."""
+    height, width = values.shape
+    pairs = values.reshape(-1, 2).astype(np.uint32)
+    data = b"".join(int(left << 12 | right).to_bytes(3, "big") for left, right in pairs)
+    tags = {256: width, 257: height, 258: 12, 259: 1, 262: 1, 273: 8, 277: 1, 278: height, 279: len(data)}
+    entries = b"".join(
+        struct.pack("<HHII", tag, 4 if tag in (273, 279) else 3, 1, value) for tag, value in tags.items()
+    )
+    head = b"II*\0" + struct.pack("<I", 8 + len(data))
+    return head + data + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
 def write_pair(folder: Path, name: str, caption: str = "a thing", *, seed: int = 0) -> Path:
     """An image with its sidecar caption."""
     path = folder / name

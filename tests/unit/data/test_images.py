@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import io
-import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.unit.data.pictures import encoded, picture
+from tests.unit.data.pictures import encoded, picture, twelve_bit_tiff
 from trainer.data.pictures.images import claimed_size, fit, measure, read_image, to_pixels
 from trainer.errors import DataError
 
@@ -111,19 +110,6 @@ def test_sixteen_bit_grey_keeps_its_tones(tmp_path: Path) -> None:
     values = np.linspace(0, 65535, 400).reshape(20, 20).astype(np.uint16)
     read = np.asarray(read_image(saved(tmp_path / "a.png", Image.fromarray(values), "PNG")))
     np.testing.assert_array_equal(read[..., 0], (values >> 8).astype(np.uint8))
-
-
-def twelve_bit_tiff(values: np.ndarray) -> bytes:
-    """An uncompressed grey TIFF of 12 bits, two pixels in three bytes; PIL reads it as 16 and writes none."""
-    height, width = values.shape
-    pairs = values.reshape(-1, 2).astype(np.uint32)
-    data = b"".join(int(left << 12 | right).to_bytes(3, "big") for left, right in pairs)
-    tags = {256: width, 257: height, 258: 12, 259: 1, 262: 1, 273: 8, 277: 1, 278: height, 279: len(data)}
-    entries = b"".join(
-        struct.pack("<HHII", tag, 4 if tag in (273, 279) else 3, 1, value) for tag, value in tags.items()
-    )
-    head = b"II*\0" + struct.pack("<I", 8 + len(data))
-    return head + data + struct.pack("<H", len(tags)) + entries + bytes(4)
 
 
 def test_twelve_bit_grey_keeps_its_tones(tmp_path: Path) -> None:

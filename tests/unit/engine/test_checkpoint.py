@@ -258,6 +258,24 @@ def test_another_run_is_refused_with_every_difference(tmp_path: Path) -> None:
         checkpoint.require_same_run(folder, older, newer, print)
 
 
+def test_an_older_checkpoint_that_is_in_use_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody drew with its LoRA on NFS: a traceback, after the new one was saved."""
+    save(tmp_path, 1, keep=1)
+
+    def in_use(path: str, **options: int) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", in_use)
+        save(tmp_path, 2, keep=1)
+    found = checkpoint.newest_valid(tmp_path, print, quiet)
+    assert found is not None and found[1].step == 2
+    save(tmp_path, 3, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+
+
 def test_a_renamed_checkpoint_is_kept_and_not_offered(tmp_path: Path) -> None:
     save(tmp_path, 1).rename(tmp_path / "step-000001-best")
     for step in (2, 3):

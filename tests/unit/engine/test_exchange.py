@@ -141,6 +141,36 @@ def test_ranks_that_differ_little_or_have_no_time_yet_are_not_named(times: tuple
     assert not any(slow.look(times) for _ in range(60))
 
 
+@pytest.mark.parametrize(
+    ("times", "named"),
+    [
+        ((1.0, 1.5), []),
+        ((1.0, 1.51), [1]),
+        # the median of the others: one that is slower still hides none, and a fast one makes none slow
+        ((1.0, 1.0, 1.6, 9.0), [2, 3]),
+        ((0.1, 1.0, 1.0, 1.0), []),
+    ],
+)
+def test_a_rank_is_slow_from_one_and_a_half_times_the_others_median_on(
+    times: tuple[float, ...], named: list[int]
+) -> None:
+    """From the 20th step on end; at 19 a short disturbance is over."""
+    slow = SlowRanks()
+    assert not any(slow.look(times) for _ in range(19))
+    said = slow.look(times)
+    assert [rank for rank in range(len(times)) if f"rank {rank} takes" in said] == named
+
+
+def test_a_rank_that_was_named_is_not_named_again_and_others_are() -> None:
+    slow, even = SlowRanks(), (1.0, 1.0, 1.0)
+    second, third = (1.0, 2.0, 1.0), (1.0, 1.0, 2.0)
+    named = []
+    for times in (second, even, second, third):
+        lines = [line for line in (slow.look(times) for _ in range(25)) if line]
+        named.append([line.partition(" takes")[0] for line in lines])
+    assert named == [["rank 1"], [], [], ["rank 2"]]
+
+
 def test_only_steps_on_end_make_a_rank_slow() -> None:
     slow = SlowRanks()
     assert not any(slow.look((1.0, 9.0) if step % 19 else (1.0, 1.0)) for step in range(200))

@@ -10,13 +10,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.ranks import Workers
-from tests.unit.data.pictures import record
+from tests.unit.data.pictures import encoded, record, twelve_bit_tiff
+from trainer.config.schema import DataSet
+from trainer.data.records import Control, ImageRecord, Mask, View
+from trainer.data.sets.scan import scan_images
 from trainer.engine.caching import fill
-from trainer.engine.caching.entries import Entry, LatentsEntry, TextEntry, latents_entry, text_entry
+from trainer.engine.caching.entries import (
+    Entry,
+    LatentsEntry,
+    TextEntry,
+    data_fingerprint,
+    latents_entry,
+    text_entry,
+)
 from trainer.engine.caching.fill import FillReport, fill_cache
 from trainer.engine.caching.pictures import Pictures
 from trainer.engine.caching.store import Cache
@@ -242,3 +254,47 @@ def test_ranks_go_on_where_one_process_was_stopped(pool: Workers, tmp_path: Path
         run(Cache(tmp_path, "family"), ENTRIES, stop_after=stop_after)
     there = sum(Cache(tmp_path, "family").has(entry.kind, entry.key) for entry in ENTRIES)
     assert pool.call(rest_filled, 2, tmp_path) == [FillReport(reused=there, encoded=7 - there)] * 2
+
+
+def test_keys_of_what_was_read_well_stay_as_they_were() -> None:
+    """Encoding a data set again takes hours, and a checkpoint refuses other data: goldens of both."""
+    plain = record(0)
+    decked = replace(
+        plain,
+        colour="icc 1",
+        mask=Mask(path=Path("m.png"), content_sha256="e" * 64),
+        controls=(Control(path=Path("c.png"), width=5, height=7, content_sha256="c" * 64, colour="icc 1"),),
+        view=View(flip=True),
+    )
+    assert [(latents_entry(one, PARTS).key, data_fingerprint([one])) for one in (plain, decked)] == [
+        ("02dc4be72b9c45e2d3f5fd3a217b41eb90b728af3f337c67285a0dba7ab0f333", "087c6893f4760705"),
+        ("f5ad61def3ddad605a617ee860ead92b04d6f5f61dcd6b86829b09f8561a3ff8", "8a63753662188a58"),
+    ]
+
+
+@pytest.mark.parametrize("folder", ["set", "masks", "controls"])
+def test_entries_of_pictures_that_were_read_as_black_are_encoded_anew(tmp_path: Path, folder: str) -> None:
+    """An earlier version read 12 bits as 16; the file's hash is the same."""
+    grey = np.linspace(0, 4095, 64 * 64).reshape(64, 64).astype(np.uint16)
+    sixteen = encoded(Image.fromarray(grey * 16), "TIFF")
+    for name in ("set", "masks", "controls"):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            is_twelve = (name, number) == (folder, 1)
+            (tmp_path / name / f"{number}.tif").write_bytes(twelve_bit_tiff(grey) if is_twelve else sixteen)
+            (tmp_path / "set" / f"{number}.txt").write_text("a thing")
+    one = DataSet(img_dir=tmp_path / "set", mask_dir=tmp_path / "masks", control_dir=(tmp_path / "controls",))
+    scanned = scan_images([one], resolution=64, multiple=16, trigger_word=None, controls=(1, 1)).records
+    kept = [_as_earlier(record) for record in scanned if isinstance(record, ImageRecord)]
+    for number, (now, before) in enumerate(zip(scanned, kept, strict=True)):
+        assert isinstance(now, ImageRecord)
+        same = latents_entry(now, PARTS).key == latents_entry(before, PARTS).key
+        assert same is (number == 0)
+        assert (data_fingerprint([now]) == data_fingerprint([before])) is same
+
+
+def _as_earlier(record: ImageRecord) -> ImageRecord:
+    """The record as a version had it that did not tell 12 bits from 16."""
+    assert record.mask is not None
+    controls = tuple(replace(one, colour="") for one in record.controls)
+    return replace(record, colour="", mask=replace(record.mask, depth=""), controls=controls)

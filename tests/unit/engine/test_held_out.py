@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests import killed
+from trainer.engine.records.resume import put_back
 from trainer.engine.results import proof
 from trainer.engine.training import held_out
-from trainer.files import atomic
 from trainer.telemetry.sinks.records import ValidationRecord, written_values
 from trainer.telemetry.status import Phase
-
-
-class KilledError(Exception):
-    """Stands for the end of the process: nothing in the trainer catches it."""
 
 
 def context(run_dir: Path, *, wanted: bool = True) -> Any:
@@ -73,61 +69,43 @@ def test_only_a_lower_loss_on_the_same_samples_takes_the_place(tmp_path: Path) -
     assert held_out.read_best(tmp_path) is None
 
 
-def dying(monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
-    """End the process before the `moment`th change to the disk."""
-    left = [moment]
+def keep(step: int, loss: float) -> Callable[[Path], None]:
+    return lambda run_dir: held_out.keep_best(context(run_dir), step, record(step, loss))
 
-    def counted(work: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            if left[0] == 0:
-                raise KilledError
-            left[0] -= 1
-            return work(*arguments, **options)
 
-        return call
-
-    monkeypatch.setattr(shutil, "rmtree", counted(shutil.rmtree))
-    monkeypatch.setattr(Path, "replace", counted(Path.replace))
-    monkeypatch.setattr(atomic, "write_text", counted(atomic.write_text))
-    monkeypatch.setattr(proof, "write_lora", counted(proof.write_lora))
-    monkeypatch.setattr(proof, "write_twin", counted(proof.write_twin))
+def start_again(run_dir: Path) -> None:
+    put_back(run_dir, lambda text: None)
+    held_out.restore_best(context(run_dir), 2)
 
 
 def test_a_kill_at_any_moment_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> None:
     seen = set()
-    for moment in range(20):
-        run_dir = tmp_path / str(moment)
-        held_out.keep_best(context(run_dir), 1, record(1, 2.0))
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            dying(monkeypatch, moment)
-            try:
-                held_out.keep_best(context(run_dir), 2, record(2, 1.0))
-                ended = True
-            except KilledError:
-                ended = False
-        held_out.restore_best(context(run_dir), 2)
+    for run_dir in killed.at_each_change(keep(2, 1.0), keep(1, 2.0), tmp_path):
+        start_again(run_dir)
         seen.add(kept(run_dir))
-        assert kept(run_dir) in ((1, 2.0), (2, 1.0))
-        if ended:
-            break
-    assert ended
     assert seen == {(1, 2.0), (2, 1.0)}
 
 
 def test_a_kill_of_the_first_one_leaves_none_or_a_whole_one(tmp_path: Path) -> None:
-    for moment in range(20):
-        run_dir = tmp_path / str(moment)
-        run_dir.mkdir()
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            dying(monkeypatch, moment)
-            try:
-                held_out.keep_best(context(run_dir), 2, record(2, 1.0))
-                return
-            except KilledError:
-                pass
-        held_out.restore_best(context(run_dir), 2)
-        assert kept(run_dir) in (None, (2, 1.0))
-    raise AssertionError("it never ends")
+    seen = set()
+    for run_dir in killed.at_each_change(keep(2, 1.0), lambda run_dir: None, tmp_path):
+        start_again(run_dir)
+        seen.add(kept(run_dir))
+    assert seen == {None, (2, 1.0)}
+
+
+@pytest.mark.parametrize(
+    ("names", "found"), [(("old",), (1, 2.0)), (("old", "tmp"), (2, 1.0)), (("tmp",), (2, 1.0))]
+)
+def test_what_a_kill_of_an_earlier_version_left_is_kept(
+    tmp_path: Path, names: tuple[str, ...], found: tuple[int, float]
+) -> None:
+    """It gave the older folder another name for a moment."""
+    for name in names:
+        keep(*((1, 2.0) if name == "old" else (2, 1.0)))(tmp_path)
+        (tmp_path / "best").rename(tmp_path / f"best.{name}")
+    start_again(tmp_path)
+    assert kept(tmp_path) == found
 
 
 def test_a_loss_on_other_samples_is_not_measured_again(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from tests.ranks import Workers
 from trainer.engine.hosts import folders
 from trainer.engine.ranks import Ranks
-from trainer.errors import StorageError
+from trainer.errors import ConfigError, StorageError
 from trainer.files import atomic
 
 NAME = "checkpoints/step-000005"
@@ -171,3 +171,17 @@ def hand_to_two_a_host(ranks: Ranks, root: Path) -> bytes:
 
 def test_every_rank_of_a_host_is_given_a_file_that_is_there(pool: Workers, tmp_path: Path) -> None:
     assert pool.call(hand_to_two_a_host, 4, tmp_path) == [b"weights" * 1000] * 4
+
+
+def test_a_later_checkpoint_that_waits_aside_on_another_host_is_told(tmp_path: Path) -> None:
+    """A kill left it there, and the host would be sent an earlier one."""
+    (tmp_path / "checkpoints" / ".step-000009.old").mkdir(parents=True)
+    ranks: Any = SimpleNamespace(
+        hosts=2, ranks_here=1, speaks=True, gathered=lambda own: [0, own], together=contextlib.nullcontext
+    )
+    said: list[str] = []
+    own: Any = SimpleNamespace(ranks=ranks, run_dir=tmp_path, shares_run_dir=False, tell=said.append)
+    start: Any = SimpleNamespace(found=None)
+    with pytest.raises(ConfigError, match="host 1 has a checkpoint of step 9 in its own folder"):
+        folders.with_checkpoint(own, start)
+    assert said[0].startswith("checkpoints/step-000009 is here again")

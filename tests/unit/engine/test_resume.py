@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from trainer.engine.records import resume
+from tests import killed
+from trainer.engine.records import checkpoint, resume
 from trainer.errors import ConfigError, NoSpaceError
 
 FINGERPRINT = {"seed": "0"}
@@ -38,6 +41,22 @@ def test_another_run_is_refused_where_results_are(tmp_path: Path) -> None:
     finished(tmp_path, '{"seed": "1"}')
     with pytest.raises(ConfigError, match="seed: the checkpoint has '1', this run '0'"):
         resume.require_free_folder(context(tmp_path), FINGERPRINT)
+
+
+def test_another_runs_best_lora_is_a_result(tmp_path: Path) -> None:
+    """A fresh start removes what is in `best/`, which may be all that somebody kept of a run."""
+    (tmp_path / "best").mkdir()
+    resume.require_free_folder(context(tmp_path), FINGERPRINT)
+    (tmp_path / "best" / "x.safetensors").write_bytes(b"precious")
+    with pytest.raises(ConfigError, match="best of another run is here"):
+        resume.require_free_folder(context(tmp_path), FINGERPRINT)
+    with pytest.raises(ConfigError, match="best of an earlier run is here and resuming is forbidden"):
+        resume.require_free_folder(context(tmp_path, wanted="never"), FINGERPRINT)
+    (tmp_path / resume.RUN_FILE).write_text('{"seed": "1"}')
+    with pytest.raises(ConfigError, match="seed: the checkpoint has '1', this run '0'"):
+        resume.require_free_folder(context(tmp_path), FINGERPRINT)
+    (tmp_path / resume.RUN_FILE).write_text('{"seed": "0"}')
+    resume.require_free_folder(context(tmp_path), FINGERPRINT)
 
 
 def test_the_same_run_may_start_again(tmp_path: Path) -> None:
@@ -113,13 +132,81 @@ def test_what_a_killed_replacement_kept_aside_is_removed_or_comes_back(tmp_path:
     step = tmp_path / "checkpoints" / "step-000005"
     step.mkdir(parents=True)
     sparse(step.with_name(".step-000005.old") / "big", 1 << 43)
-    older = sparse(tmp_path / ".model.old" / "config.json", 1)
-    resume.require_space(context(tmp_path, disk_bytes=1))
-    assert not older.exists()
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "model" / "config.json"]
-    older.parent.mkdir()
-    resume.require_space(context(tmp_path, disk_bytes=1))
-    assert not older.parent.exists() and (tmp_path / "model").is_dir()
+    older = [sparse(tmp_path / f".{name}.old" / "config.json", 1) for name in ("model", "best")]
+    other = sparse(tmp_path / "checkpoints" / ".mine.old" / "big", 1)
+    said: list[str] = []
+    resume.put_back(tmp_path, said.append)
+    back = [tmp_path / name / "config.json" for name in ("model", "best")]
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted([*back, other])
+    assert [text.partition(" ")[0] for text in said] == ["model", "best"]
+    older[0].parent.mkdir()
+    resume.put_back(tmp_path, said.append)
+    assert not older[0].parent.exists() and back[0].is_file()
+    assert len(said) == 2, "nothing came back"
+
+
+def save(root: Path, step: int, value: float) -> None:
+    snapshot = checkpoint.Snapshot(step=step, interval_loss=0.0, interval_steps=1, fingerprint=FINGERPRINT)
+    weights = {"w": torch.full((3,), value)}
+    checkpoint.save(
+        root, snapshot, weights, {"w/m": weights["w"]}, least_bytes=12, keep=1, on_tensor=lambda: None
+    )
+
+
+def test_a_checkpoint_that_a_killed_save_was_replacing_is_gone_on_from(tmp_path: Path) -> None:
+    """The only one waited aside under a hidden name: the run was started over."""
+    seen = set()
+    for folder in killed.at_each_change(
+        lambda folder: save(folder / "checkpoints", 5, 2.0),
+        lambda folder: save(folder / "checkpoints", 5, 1.0),
+        tmp_path,
+    ):
+        said: list[str] = []
+        start = context(folder)
+        start.say = said.append
+        found, _ = resume._wanted_checkpoint(start)
+        absent = found is None
+        resume.put_back(folder, said.append)
+        found, _ = resume._wanted_checkpoint(start)
+        assert found is not None and found[1].step == 5
+        seen.add((absent, checkpoint.read_group(found[0], "weights", "cpu")["w"][0].item()))
+        told = "checkpoints/step-000005 is here again, as it was before a start replaced it that was killed"
+        assert said == ([told] if absent else [])
+        resume.require_space(start)
+        assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000005"]
+    assert seen == {(False, 1.0), (True, 1.0), (False, 2.0)}
+
+
+def test_a_kill_at_any_moment_leaves_the_checkpoint_before_or_the_new_one(tmp_path: Path) -> None:
+    """Of two only one is kept: the older goes once the new one is on the disk."""
+    seen = []
+    for folder in killed.at_each_change(
+        lambda folder: save(folder / "checkpoints", 10, 2.0),
+        lambda folder: save(folder / "checkpoints", 5, 1.0),
+        tmp_path,
+    ):
+        start = context(folder)
+        resume.put_back(folder, print)
+        found, _ = resume._wanted_checkpoint(start)
+        assert found is not None
+        value = checkpoint.read_group(found[0], "weights", "cpu")["w"][0].item()
+        assert (found[1].step, value) in ((5, 1.0), (10, 2.0))
+        seen.append(found[1].step)
+    assert seen == sorted(seen) and set(seen) == {5, 10}
+
+
+def test_a_start_looks_for_what_a_killed_one_left_aside_first(tmp_path: Path) -> None:
+    """A model alone would be another run's that started over."""
+    sparse(tmp_path / ".model.old" / "config.json", 1)
+    save(tmp_path / "checkpoints", 5, 1.0)
+    (tmp_path / "checkpoints" / "step-000005").rename(tmp_path / "checkpoints" / ".step-000005.old")
+    (tmp_path / resume.RUN_FILE).write_text(json.dumps({"seed": "1"}))
+    said: list[str] = []
+    started = context(tmp_path, wanted="never")
+    started.say = said.append
+    with pytest.raises(ConfigError, match="step-000005 exists and resuming is forbidden"):
+        resume.start(started, ())
+    assert len(said) == 2 and (tmp_path / "model" / "config.json").is_file()
 
 
 def test_an_older_model_and_links_to_the_base_make_no_room(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from trainer.config.schema import TrainSection
 from trainer.engine.optimizing.optimizer import Updater
 from trainer.engine.ranks import ALONE
 from trainer.engine.records import checkpoint
-from trainer.engine.training.state import restore
+from trainer.engine.training import state
+from trainer.engine.training.state import State, restore
 from trainer.errors import DataError
 from trainer.modeling.rows import Rows
 
@@ -65,3 +66,30 @@ def test_rows_of_another_model_are_refused_before_they_are_read(
     begun: Any = SimpleNamespace(found=(folder, snapshot))
     with pytest.raises(DataError, match=words):
         restore(context, updater, begun)
+
+
+def test_records_are_on_the_disk_before_the_checkpoint_that_relies_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume cuts them back to its step: after a power cut, lines before it would be missing."""
+    done: list[str] = []
+
+    def saved(*_: object, **__: object) -> Path:
+        done.append("checkpoint")
+        return tmp_path / "step-000003"
+
+    monkeypatch.setattr(checkpoint, "save", saved)
+    status = SimpleNamespace(beat=lambda *_, **__: None)
+    config = SimpleNamespace(checkpoint=SimpleNamespace(checkpoints_total_limit=1))
+    context = SimpleNamespace(run_dir=tmp_path, status=status, config=config, say=lambda text: None)
+    journal = SimpleNamespace(
+        sync=lambda: done.append("records"), metrics=SimpleNamespace(checkpoint=lambda step: None)
+    )
+    run: Any = SimpleNamespace(
+        context=context, journal=journal, start=SimpleNamespace(fingerprint={}, settings={})
+    )
+    now = State(updater=made(), interval_loss=torch.zeros(()), interval_steps=torch.zeros(()), step=3)
+    state.save(run, now)
+    assert done == ["records", "checkpoint"]
+    state.save(run, now)
+    assert done == ["records", "checkpoint"], "it is saved already"

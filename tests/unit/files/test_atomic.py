@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
+import stat
 from pathlib import Path
 
 import pytest
 
+from tests import killed
 from trainer.errors import ExitCode, NoSpaceError, StorageError
 from trainer.files import atomic
 
@@ -118,6 +122,27 @@ def test_what_stands_in_the_way_is_told_and_stays(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 
 
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO, errno.EROFS])
+def test_a_file_system_that_syncs_no_folders_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Some of networks answer EINVAL, and ended every run with a traceback. A disk that fails is told."""
+    real = os.fsync
+
+    def no_folders(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", no_folders)
+    told = contextlib.nullcontext() if code == errno.EINVAL else pytest.raises(StorageError)
+    with told:
+        atomic.write_text(tmp_path / "file", "text")
+    with told:
+        fill(tmp_path / "model", "new")
+    assert names(tmp_path) == (["file", "model"] if code == errno.EINVAL else ["file"])
+
+
 def fill(target: Path, text: str) -> None:
     with atomic.whole_folder(target) as folder:
         (folder / "file").write_text(text)
@@ -163,6 +188,109 @@ def test_a_folder_that_an_interrupted_call_left_aside_comes_back(tmp_path: Path,
         raise RuntimeError
     assert (target / "file").read_text() == ("new" if replaced else "old")
     assert names(tmp_path) == ["model"]
+
+
+def test_a_kill_at_any_moment_leaves_the_old_folder_or_the_new_one(tmp_path: Path) -> None:
+    """The old one waits aside for a moment, where `put_back` finds it without knowing its name."""
+    seen = set()
+    for folder in killed.at_each_change(
+        lambda folder: fill(folder / "model", "new"), lambda folder: fill(folder / "model", "old"), tmp_path
+    ):
+        waiting = list(atomic.kept_aside(folder))
+        assert waiting in ([], [folder / "model"])
+        absent = not (folder / "model").exists()
+        assert not absent or waiting
+        assert [atomic.put_back(target) for target in waiting] == [absent] * len(waiting)
+        assert set(names(folder)) - {"model.tmp"} == {"model"}
+        text = (folder / "model" / "file").read_text()
+        seen.add((text, absent))
+    assert seen == {("old", False), ("old", True), ("new", False)}
+
+
+def test_a_new_folder_is_on_the_disk_before_the_old_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut a model's copied files were empty, and the older model was gone."""
+    source, target = tmp_path / "config.json", tmp_path / "model"
+    source.write_text("{}")
+    fill(target, "old")
+    synced: set[str] = set()
+    real, remove = os.fsync, shutil.rmtree
+
+    def recorded(descriptor: int) -> None:
+        synced.add(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        real(descriptor)
+
+    def removed(path: Path, **options: bool) -> None:
+        assert not path.exists() or synced == {
+            "config.json",
+            "deep",
+            "transformer",
+            "model.tmp",
+            tmp_path.name,
+        }
+        remove(path, **options)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    with atomic.whole_folder(target) as folder:
+        (folder / "transformer" / "deep").mkdir(parents=True)
+        atomic.copy_file(source, folder / "transformer" / "config.json")
+    assert names(tmp_path) == ["config.json", "model"]
+
+
+def test_what_cannot_be_removed_is_told_before_work(tmp_path: Path) -> None:
+    (tmp_path / "model.tmp").write_text("mine")
+    with (
+        pytest.raises(StorageError, match="cannot be removed") as caught,
+        atomic.whole_folder(tmp_path / "model"),
+    ):
+        raise AssertionError("no work is done")
+    assert caught.value.problems[0].where == str(tmp_path / "model.tmp")
+    assert names(tmp_path) == ["model.tmp"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOTEMPTY, errno.EBUSY])
+def test_a_folder_that_is_in_use_is_removed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """NFS keeps a file that a process has open, under another name, and its folder with it."""
+    target = tmp_path / "model"
+    fill(target, "old")
+
+    def refused(path: str, **options: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", refused)
+        fill(target, "new")
+        assert (target / "file").read_text() == "new" and names(tmp_path) == [".model.old", "model"]
+        with pytest.raises(StorageError, match="cannot be removed") as caught, atomic.whole_folder(target):
+            raise AssertionError("work whose result would have no place")
+        assert caught.value.problems[0].where == str(tmp_path / ".model.old")
+    assert (target / "file").read_text() == "new"
+    assert atomic.put_back(target) is False
+    assert names(tmp_path) == ["model"]
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="Input/output error"):
+        code = errno.EIO
+        patch.setattr(os, "rmdir", refused)
+        atomic.remove_folder(target)
+
+
+def test_a_folder_that_somebody_else_removes_as_well_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path / "model", "old")
+    real = os.unlink
+
+    def faster(path: str, **options: int) -> None:
+        real(path, **options)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr(os, "unlink", faster)
+    assert atomic.remove_folder(tmp_path / "model")
+    assert atomic.remove_folder(tmp_path / "model")
+    assert names(tmp_path) == []
 
 
 def test_a_folder_that_a_user_calls_old_is_left_alone(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ def load(tmp_path: Path) -> Load:
     return loaded
 
 
-def begin(folder: Path, plan: Any = BEGAN) -> None:
-    (folder / "checkpoints/step-000010").mkdir(parents=True)
+def begin(folder: Path, plan: Any = BEGAN, name: str = "step-000010") -> None:
+    (folder / "checkpoints" / name).mkdir(parents=True)
     (folder / "plan.json").write_text(json.dumps(plan))
 
 
@@ -49,6 +49,19 @@ def test_decisions_of_the_first_start_stay(load: Load, tmp_path: Path) -> None:
     assert (train.train_batch_size, train.gradient_accumulation_steps) == (2, 8)
     assert found.sources["features.weights"] == str(tmp_path / "plan.json")
     assert found.config.features.attention == "auto"
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [(".step-000010.old", "fp8"), ("step-000010.tmp", "auto"), ("step-000010.damaged", "auto")],
+)
+def test_they_stay_where_a_start_will_find_a_checkpoint(
+    load: Load, tmp_path: Path, name: str, found: str
+) -> None:
+    """One that a killed save left aside comes back; what is left of others starts nothing."""
+    begin(tmp_path, name=name)
+    assert continued(load()).config.features.weights == found
+    assert starts_from_checkpoint(load().config) is (found == "fp8")
 
 
 def test_they_stay_where_the_checkpoint_that_the_run_began_from_is_still_named(

@@ -189,8 +189,11 @@ def test_damaged_lines_are_left_out_and_kept_beside(tmp_path: Path, line: bytes)
     path.write_bytes(damaged)
     assert steps(path) == [1, 2]
     assert [row for _, row in read_lines(path)].count(None) == 1
-    assert log.truncate_after(1) == 1
+    assert log.truncate_after(1) == (1, "metrics.jsonl.damaged")
     assert path.read_bytes() == first
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == damaged
-    assert log.truncate_after(1) == 0
+    assert log.truncate_after(1) == (0, "")
+    path.write_bytes(line + b"\n")
+    assert log.truncate_after(1) == (1, "metrics.jsonl.damaged-2")
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == damaged, "the only copy of its lines"
     log.close()

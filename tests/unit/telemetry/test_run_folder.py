@@ -113,12 +113,14 @@ def test_an_end_says_its_exit_code_and_what_it_means(run_dir: Path, runtime: Pat
     assert end.cause == (cause or (PROBLEM.what if problems else ""))
 
 
+@pytest.mark.parametrize("name", ["step-000010", ".step-000010.old"])
 @pytest.mark.parametrize("boot", ["this", "another"])
 def test_an_end_that_nobody_recorded_is_told(
-    run_dir: Path, runtime: Path, boot: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, runtime: Path, boot: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A killed save may have left its older checkpoint aside."""
     process.begin(run_dir, supervisor=os.getpid(), runtime_dir=runtime)
-    (run_dir / "checkpoints/step-000010").mkdir(parents=True)
+    (run_dir / "checkpoints" / name).mkdir(parents=True)
     if boot == "another":
         (tmp_path / "boot").write_text("another\n")
         monkeypatch.setattr(locks, "_BOOT_ID", tmp_path / "boot")
@@ -259,8 +261,11 @@ def test_checkpoints_and_files_are_listed_with_their_sizes(run_dir: Path, tmp_pa
         (folder / "weights-00001-of-00001.safetensors").write_bytes(b"x" * step)
     (folder / "lora").mkdir()
     (folder / "lora/run.safetensors").write_bytes(b"yy")
-    for other in ("step-000010.tmp", "step-000030.damaged", "step-7"):
+    # of two the older one waits aside: a save was killed between two renames, or before it was removed
+    for other in ("step-000010.tmp", "step-000030.damaged", "step-7", ".step-000005.old", ".step-000030.old"):
         (run_dir / "checkpoints" / other).mkdir()
+    (run_dir / "checkpoints/.step-000030.old/lora").mkdir()
+    (run_dir / "checkpoints/.step-000030.old/lora/run.safetensors").write_bytes(b"aside")
     (run_dir / "lora").mkdir()
     (run_dir / "lora/run.safetensors").write_bytes(b"zzz")
     (tmp_path / "elsewhere").write_text("no")
@@ -269,6 +274,7 @@ def test_checkpoints_and_files_are_listed_with_their_sizes(run_dir: Path, tmp_pa
     assert [(one.step, one.bytes, [file.bytes for file in one.lora]) for one in run.checkpoints] == [
         (5, 7, [2]),
         (20, 20, []),
+        (30, 5, []),
     ]
     names = {str(file.path.relative_to(run_dir)): file.bytes for file in run.files}
     assert names == {

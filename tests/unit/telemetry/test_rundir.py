@@ -23,6 +23,7 @@ from trainer.telemetry.rundir import require_own_names
         "checkpoints/step-000004",
         "samples/step-000004.png",
         ".model.old",
+        ".best.old",
         "checkpoints/.step-000004.old",
     ],
 )

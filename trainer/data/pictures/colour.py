@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import functools
 import io
+from collections.abc import Mapping
+from typing import Any
 
 from PIL import Image, ImageCms
 from PIL.TiffImagePlugin import TiffImageFile
 
 COLOUR_VERSION = 1
 """Part of the keys of pictures whose profile is applied: raise it when `to_rgb` gives them other pixels."""
+DEPTH_VERSION = 1
+"""The same for pictures of other depths than 8 and 16 bits: a version whose entries lack it read 12 as 16."""
 
 _SAME = 1
 """A profile that moves no colour by more than this, of 255, is sRGB: its pictures are left as they are."""
 _STRIP_PIXELS = 1 << 20
 _PHOTOMETRIC, _MIN_IS_WHITE, _BITS = 262, 0, 258
+_MOST_BITS = 16
 # modes whose pixels a profile of each colour space describes; a grey picture in an RGB profile is no mistake
 # that changes anything, but it cannot be applied
 _MODES: dict[str, str] = {"RGB ": "RGB", "CMYK": "CMYK", "GRAY": "L", "Lab ": "LAB"}
@@ -33,6 +38,12 @@ def profile_state(image: Image.Image) -> tuple[str, str]:
     return ("", found) if isinstance(found, str) else (f"icc {COLOUR_VERSION}", "")
 
 
+def depth_state(image: Image.Image) -> str:
+    """The conversion to eight bits as a part of cache keys; empty for pictures of 8 and of 16 bits."""
+    bits = _bits(image)
+    return f"{bits} bits {DEPTH_VERSION}" if bits != _MOST_BITS else ""
+
+
 def to_rgb(image: Image.Image) -> Image.Image:
     """RGB in sRGB: by the embedded profile where there is one, laid over white, grey spread to all channels.
 
@@ -43,8 +54,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     values, and for 16 bits with a transparent one.
     """
     # PIL turns a TIFF that counts from white round for eight bits only
-    tags = image.tag_v2 if isinstance(image, TiffImageFile) and image.mode == "I;16" else {}
-    inverted, bits = tags.get(_PHOTOMETRIC) == _MIN_IS_WHITE, tags.get(_BITS, (16,))[0]
+    inverted, bits = _tags(image).get(_PHOTOMETRIC) == _MIN_IS_WHITE, _bits(image)
     if image.width * image.height <= _STRIP_PIXELS:
         return _strip_to_rgb(image, inverted=inverted, bits=bits)
     whole, rows = Image.new("RGB", image.size), max(1, _STRIP_PIXELS // image.width)
@@ -52,6 +62,17 @@ def to_rgb(image: Image.Image) -> Image.Image:
         strip = image.crop((0, top, image.width, min(top + rows, image.height)))
         whole.paste(_strip_to_rgb(strip, inverted=inverted, bits=bits), (0, top))
     return whole
+
+
+def _tags(image: Image.Image) -> Mapping[int, Any]:
+    """Tags of a TIFF that PIL holds in 16 bits; none of other pictures."""
+    return image.tag_v2 if isinstance(image, TiffImageFile) and image.mode == "I;16" else {}
+
+
+def _bits(image: Image.Image) -> int:
+    """Bits of a grey value in the file, where PIL holds 16; 16 for all other pictures."""
+    bits: int = _tags(image).get(_BITS, (_MOST_BITS,))[0]
+    return bits
 
 
 def _strip_to_rgb(image: Image.Image, *, inverted: bool, bits: int) -> Image.Image:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image, ImageFile, UnidentifiedImageError, features
 
-from trainer.data.pictures.colour import UnreadableModeError, profile_state, to_rgb
+from trainer.data.pictures.colour import UnreadableModeError, depth_state, profile_state, to_rgb
 from trainer.data.pictures.formats import FORMATS_TEXT
 from trainer.data.records import CENTRED, View
 from trainer.errors import DataError, OutOfMemoryError
@@ -70,11 +70,15 @@ class Measured:
     """Width in pixels after EXIF orientation; `height` likewise."""
     height: int
     colour: str
-    """Conversion of its colours to sRGB, see `colour.profile_state`; empty where they are sRGB already."""
+    """Conversion of its colours to sRGB of eight bits, see `colour.profile_state` and `colour.depth_state`;
+    empty where it is the usual one.
+    """
     unapplied: str
     """Why its colour profile is not applied, in words; else empty."""
     content_sha256: str
     """Hash of the file's bytes."""
+    depth: str = ""
+    """The part of `colour` that masks depend on too, whose profile is not applied."""
 
 
 def read_bytes(path: Path, content_sha256: str | None = None) -> bytes:
@@ -141,11 +145,19 @@ def measure(data: bytes, where: str) -> Measured:
     width, height = image.size
     if orientation in _ORIENTATIONS_ON_THEIR_SIDE:
         width, height = height, width
-    colour, unapplied = profile_state(image)
+    profile, unapplied = profile_state(image)
+    depth = depth_state(image)
     if image.mode == "F" or image.mode.startswith("I"):
         _flat(image, where)  # whether its values are colours is in them
     digest = hashlib.sha256(data).hexdigest()
-    return Measured(width=width, height=height, colour=colour, unapplied=unapplied, content_sha256=digest)
+    return Measured(
+        width=width,
+        height=height,
+        colour=" ".join(part for part in (profile, depth) if part),
+        unapplied=unapplied,
+        content_sha256=digest,
+        depth=depth,
+    )
 
 
 def read_image(path: Path, *, content_sha256: str | None = None) -> Image.Image:

@@ -245,7 +245,10 @@ def _record(
     assert item.caption, "an image without a caption was left in"
     measured = good[item.path]
     bucket_width, bucket_height = nearest_bucket(measured.width, measured.height, sizes)
-    masks = [Mask(path=path, content_sha256=good[path].content_sha256) for path in item.masks]
+    masks = [
+        Mask(path=path, content_sha256=good[path].content_sha256, depth=good[path].depth)
+        for path in item.masks
+    ]
     return ImageRecord(
         path=item.path,
         identifier=f"{item.set_index}/{item.name}",

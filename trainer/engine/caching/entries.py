@@ -109,7 +109,7 @@ def latents_entry(record: ImageRecord, parts: Mapping[str, str]) -> LatentsEntry
     own |= {"colour": record.colour} if record.colour else {}
     own |= {"view": record.view.key} if record.view.key else {}
     if record.mask is not None:
-        own |= {"mask": record.mask.content_sha256, "mask_version": str(MASK_VERSION)}
+        own |= {**record.mask.key, "mask_version": str(MASK_VERSION)}
     own |= {f"control {number}": view.key for number, view in enumerate(control_views(record))}
     return LatentsEntry(key=entry_key("latents", {**parts, **own}), record=record)
 
@@ -248,7 +248,7 @@ def data_fingerprint(records: Sequence[Record]) -> str:
         if isinstance(record, ImageRecord):
             row.append(f"{record.bucket_width}x{record.bucket_height}")
             row += [part for part in (record.colour, record.view.key) if part]
-            row += [] if record.mask is None else [f"mask {record.mask.content_sha256}"]
+            row += [] if record.mask is None else [" ".join(part) for part in record.mask.key.items()]
             row += [] if record.loss_weight == 1 else [f"loss_weight {record.loss_weight!r}"]
         row += [view.key for view in control_views(record)]
         digest.update("\0".join(row).encode() + b"\n")

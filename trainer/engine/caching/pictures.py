@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import functools
 import os
 import threading
 import warnings
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from PIL import Image
@@ -17,6 +15,7 @@ from PIL import Image
 from trainer.data.pictures import opened
 from trainer.data.pictures.images import fit, read_image, to_pixels
 from trainer.data.sets.masks import mask_pixels
+from trainer.engine.ahead import in_turn
 from trainer.engine.caching.entries import ControlView, Entry, TextEntry, control_views
 
 if TYPE_CHECKING:
@@ -67,18 +66,12 @@ def read_ahead(
 
     What `read` raises is raised in its entry's turn. Entries without pictures wait for no thread.
     """
-    pool = ThreadPoolExecutor(max_workers=min(threads, os.cpu_count() or 1), thread_name_prefix="pictures")
-    waiting = (pool.submit(read, entry) if _has_pictures(entry) else None for entry in entries)
-    try:
-        # decoders set the process' filters aside for a moment, which threads may undo in another order
-        with warnings.catch_warnings():
-            ahead = deque(itertools.islice(waiting, threads))
-            for entry in entries:
-                future = ahead.popleft()
-                ahead.extend(itertools.islice(waiting, 1))
-                yield entry, Pictures() if future is None else future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    work = ((entry, functools.partial(read, entry) if _has_pictures(entry) else None) for entry in entries)
+    found = in_turn(work, threads=min(threads, os.cpu_count() or 1), ahead=threads, name="pictures")
+    # decoders set the process' filters aside for a moment, which threads may undo in another order
+    with warnings.catch_warnings(), contextlib.closing(found):
+        for entry, pictures in found:
+            yield entry, Pictures() if pictures is None else pictures
 
 
 def _has_pictures(entry: Entry) -> bool:

@@ -12,7 +12,6 @@ import errno
 import functools
 import hashlib
 import itertools
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from trainer.engine.caching.entries import data_fingerprint
 from trainer.engine.context import Context
 from trainer.engine.ranks import PIECE_BYTES, Ranks
 from trainer.engine.records import checkpoint
-from trainer.engine.records.resume import Start
+from trainer.engine.records.resume import Start, put_back
 from trainer.errors import ConfigError
 from trainer.files import atomic
 from trainer.telemetry.status import Phase
@@ -139,6 +138,7 @@ def with_checkpoint(context: Context, start: Start) -> Start:
     root, step = context.run_dir / "checkpoints", 0 if start.found is None else start.found[1].step
     own = 0
     if ranks.speaks and not context.shares_run_dir:
+        put_back(context.run_dir, context.tell)
         own = max(map(checkpoint.step_of, checkpoint.steps_on_disk(root)), default=0)
     later = [(host, one) for host, one in enumerate(ranks.gathered(own)[:: ranks.ranks_here]) if one > step]
     if later:
@@ -157,7 +157,7 @@ def with_checkpoint(context: Context, start: Start) -> Start:
     if ranks.speaks and not context.shares_run_dir:
         keep = context.config.checkpoint.checkpoints_total_limit
         for older in checkpoint.steps_on_disk(root)[:-keep]:
-            shutil.rmtree(older)
+            atomic.remove_folder(older)
     return dataclasses.replace(start, found=(folder, start.found[1]))
 
 

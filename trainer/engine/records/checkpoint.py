@@ -23,8 +23,10 @@ from trainer.engine.records.early_stop import Patience
 from trainer.engine.records.fingerprint import Change, changes
 from trainer.errors import ConfigError, Problem
 from trainer.files.atomic import (
+    kept_aside,
     no_space_told,
     reading_told,
+    remove_folder,
     sync_directory,
     unused_name,
     whole_folder,
@@ -104,7 +106,7 @@ def save(
         # later ones are damaged, since the run went on from an earlier one, and are replaced on its way
         ours = [folder for folder in steps_on_disk(root) if step_of(folder) <= snapshot.step]
         for folder in ours[:-keep]:
-            shutil.rmtree(folder)
+            remove_folder(folder)  # the next save tries again
     remove_unfinished(root)
     return target
 
@@ -148,6 +150,11 @@ def steps_on_disk(root: Path) -> list[Path]:
     """Complete checkpoints, oldest first; renamed folders are not among them."""
     found = [path for path in root.glob("step-*") if path.is_dir() and _NAME.fullmatch(path.name)]
     return sorted(found, key=step_of)
+
+
+def steps_kept_aside(root: Path) -> list[Path]:
+    """Checkpoints that a killed save was replacing, by the names that `atomic.put_back` gives them."""
+    return [target for target in kept_aside(root) if _NAME.fullmatch(target.name)]
 
 
 def newest_valid(

@@ -17,7 +17,6 @@ from trainer.telemetry.log import step_line
 from trainer.telemetry.sinks.events import EventLog
 from trainer.telemetry.sinks.metrics import RunMetrics
 from trainer.telemetry.sinks.records import (
-    DAMAGED_SUFFIX,
     METRICS_LOG,
     MetricsLog,
     ScoreRecord,
@@ -53,9 +52,8 @@ class Journal:
     def cut_back(self, step: int) -> None:
         """Forget all after a checkpoint's step; at 0 everything: a fresh start measures that step again."""
         last_kept = step if step > 0 else -1
-        damaged = self.metrics_log.truncate_after(last_kept)
+        damaged, name = self.metrics_log.truncate_after(last_kept)
         if damaged:
-            name = f"{METRICS_LOG}{DAMAGED_SUFFIX}"
             self.context.say(
                 f"{METRICS_LOG}: {damaged} damaged lines are left out; the file as it was is {name}"
             )

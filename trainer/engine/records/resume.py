@@ -7,7 +7,7 @@ import functools
 import json
 import shutil
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from trainer.engine.records.fingerprint import Change, changes, values
 from trainer.errors import ConfigError, NoSpaceError
 from trainer.files import atomic
 from trainer.planning.choose import encoding
+from trainer.telemetry.run_folder.results import BEST_FOLDER
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 from trainer.telemetry.status import Phase
 from trainer.words.sizes import GIB
@@ -51,8 +52,9 @@ def start(context: Context, records: Sequence[Record]) -> Start:
     """Find the checkpoint to continue from, as `checkpoint.resume_from_checkpoint` says, before anything is
     loaded; tell what changed since, and rename damaged checkpoints after it.
 
-    Raises ConfigError where this is another run, or the folder holds results of one.
+    Raises ConfigError where this is another run, or the folder holds results of one, and StorageError.
     """
+    put_back(context.run_dir, context.say)
     found, began_from = _wanted_checkpoint(context)
     record = context.run_dir / RUN_FILE
     if found is not None:
@@ -89,6 +91,17 @@ def start(context: Context, records: Sequence[Record]) -> Start:
         began_from=began_from,
         relabels=relabels,
     )
+
+
+def put_back(run_dir: Path, say: Callable[[str], None]) -> None:
+    """Give folders of the run that a killed start was replacing their names again, before anything is looked
+    for there. Raises StorageError.
+    """
+    steps = checkpoint.steps_kept_aside(run_dir / "checkpoints")
+    for folder in (run_dir / "model", run_dir / BEST_FOLDER, *steps):
+        if atomic.put_back(folder):
+            name = folder.relative_to(run_dir)
+            say(f"{name} is here again, as it was before a start replaced it that was killed")
 
 
 def record_text(start: Start) -> str:
@@ -183,6 +196,8 @@ def _named_checkpoint(
         return named, began_from
     held = ", ".join(map(str, steps)) or "none"
     remedy = f"name a folder such as checkpoints/step-000500; the run's own are: {held}"
+    if (aside := atomic.names_beside(wanted)[1]).is_dir():
+        remedy = f"name {aside}: a save of that run was killed while it replaced it"
     raise ConfigError(f"there is no folder {wanted}", where=_RESUME, remedy=remedy)
 
 
@@ -200,7 +215,8 @@ def _began_from(context: Context) -> Mapping[str, str]:
 def _results(run_dir: Path) -> list[Path]:
     """The results of a run in its folder besides checkpoints."""
     metrics = run_dir / METRICS_LOG
-    folders = [one for one in (run_dir / "lora", run_dir / "model") if one.is_dir() and any(one.iterdir())]
+    named = (run_dir / name for name in ("lora", "model", BEST_FOLDER))
+    folders = [one for one in named if one.is_dir() and any(one.iterdir())]
     # a loss measured before the first step is no result
     return folders + ([metrics] if any(row["step"] for row in read_metrics(metrics)) else [])
 
@@ -241,11 +257,12 @@ def require_space(context: Context) -> None:
     checkpoint.remove_unfinished(checkpoints)
     for name in ("lora", "model"):
         shutil.rmtree(context.run_dir / f"{name}.tmp", ignore_errors=True)
-    for folder in (context.run_dir / "model", *checkpoint.steps_on_disk(checkpoints)):
-        atomic.put_back(folder)
     free = shutil.disk_usage(context.run_dir).free
     # an older `model` stays until the new one is written; others below `checkpoints` were renamed and stay
-    folders = [*(context.run_dir / name for name in ("lora", "best")), *checkpoint.steps_on_disk(checkpoints)]
+    folders = [
+        *(context.run_dir / name for name in ("lora", BEST_FOLDER)),
+        *checkpoint.steps_on_disk(checkpoints),
+    ]
     # files that an earlier start of this run wrote are part of the need; links are not
     held = [path.lstat() for folder in folders for path in folder.rglob("*")]
     needed = context.plan.disk_bytes - sum(one.st_size for one in held if stat.S_ISREG(one.st_mode))

@@ -5,6 +5,7 @@ The host holds one shard of the base at a time (10 GB in most repositories) and 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -67,8 +68,12 @@ def _require(
     if adapter.layout == "comfyui":
         remedy = "name the file without `.comfyui` in its name"
         raise ConfigError("it is laid out for ComfyUI", where=str(lora), remedy=remedy)
-    if target.exists():
-        raise ConfigError(f"{target} exists", where="--to", remedy="name a new folder, or move it away")
+    for path in (target, *atomic.names_beside(target)):
+        if os.path.lexists(path):
+            killed = "" if path == target else "if a merge that was killed left it, remove it; else "
+            raise ConfigError(
+                f"{path} exists", where="--to", remedy=f"{killed}name a new folder, or move it away"
+            )
     if target.resolve().is_relative_to(source.folder.resolve()):
         # the copy would hold itself
         what = f"{target} is in the base model's folder"

@@ -20,7 +20,7 @@ _MARGIN = 8
 _TEXT_LINES = 2
 _STRIP_WIDTH, _STRIP_HEIGHT = 2048, 16384
 ROW_PIXELS = 40_000_000
-"""Most pixels of a row of previews, which is read again and again; Pillow refuses to open 179 million."""
+"""Most pixels of a row, which is read again and again; Pillow refuses to open 179 million."""
 
 MOST_COMPARED = 80
 """Most prompts of a before-and-after picture: 34 million pixels of large cells with long captions."""
@@ -34,17 +34,12 @@ ROW_NAME = re.compile(r"step-(\d{6,})(?:\.png)?")
 _Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
-def row(
-    images: Sequence[Image.Image], captions: Sequence[str], title: str, *, most_pixels: int | None = None
-) -> Image.Image:
+def row(images: Sequence[Image.Image], captions: Sequence[str], title: str) -> Image.Image:
     """Pictures side by side under a title, each with its caption below; small pictures are enlarged to be
-    seen, and all are made smaller where the row would have more than `most_pixels`.
+    seen, and all are made smaller where the row would have more than ROW_PIXELS, which `smaller` tells.
     """
     images = _same_size(images)
-    enlarge = max(1, -(-_CELL_MINIMUM // images[0].width))
-    width, height = images[0].width * enlarge, images[0].height * enlarge
-    if most_pixels is not None:
-        width, height = _within(width, height, len(images), most_pixels)
+    width, height = _row_cell(*images[0].size, len(images))
     smooth = Image.Resampling.LANCZOS if width < images[0].width else Image.Resampling.NEAREST
     font_size = _row_font_size(width)
     font, line = ImageFont.load_default(size=font_size), font_size + 4
@@ -59,10 +54,21 @@ def row(
     return picture
 
 
-def _within(width: int, height: int, count: int, most_pixels: int) -> tuple[int, int]:
-    """The largest cell of this shape, but for rounding, with which a row has at most `most_pixels`."""
-    whole = width, height
-    while math.prod(_row_size(width, height, count)) > most_pixels and width > 1:
+def smaller(images: Sequence[Image.Image]) -> str:
+    """Words for how small `row` shows these pictures; empty where it shows all of their pixels."""
+    width, height = _largest(images)
+    cell = _row_cell(width, height, len(images))
+    told = f" ({len(images)} pictures of {width}x{height}, each as {cell[0]}x{cell[1]})"
+    return told if cell[0] < width else ""
+
+
+def _row_cell(width: int, height: int, count: int) -> tuple[int, int]:
+    """Width and height in a row of `count` pictures of this size: the largest cell of this shape, but for
+    rounding, with which it has at most ROW_PIXELS.
+    """
+    enlarge = max(1, -(-_CELL_MINIMUM // width))
+    whole = width, height = width * enlarge, height * enlarge
+    while math.prod(_row_size(width, height, count)) > ROW_PIXELS and width > 1:
         width -= -(-width // 32)
         height = max(1, whole[1] * width // whole[0])
     return width, height
@@ -94,7 +100,7 @@ def shown(drawn: Image.Image | str) -> Image.Image:
 
 def _same_size(images: Sequence[Image.Image]) -> list[Image.Image]:
     """Pictures, each in the middle of a white sheet of one size."""
-    width, height = (max(image.size[axis] for image in images) for axis in (0, 1))
+    width, height = _largest(images)
     sheets = []
     for image in images:
         if image.size == (width, height) and image.mode == "RGB":
@@ -104,6 +110,11 @@ def _same_size(images: Sequence[Image.Image]) -> list[Image.Image]:
         sheet.paste(image, ((width - image.width) // 2, (height - image.height) // 2))
         sheets.append(sheet)
     return sheets
+
+
+def _largest(images: Sequence[Image.Image]) -> tuple[int, int]:
+    """The largest width and the largest height."""
+    return max(image.width for image in images), max(image.height for image in images)
 
 
 def compared(drawn: Image.Image | str) -> Image.Image:

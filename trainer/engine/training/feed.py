@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import itertools
-from collections import deque
 from collections.abc import Generator, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.data.records import Record
 from trainer.data.sampler import MicroBatch, Sampler
+from trainer.engine.ahead import in_turn
 from trainer.engine.caching.batches import draw_for, load_batch, row_tokens
 from trainer.engine.caching.entries import Entries, TextEntry
 from trainer.engine.caching.store import Cache
@@ -225,22 +224,17 @@ def feed(
     cache = Cache(entries.cache.directory, context.family.name, keep_bytes=keep_bytes(context, entries))
     kept = dataclasses.replace(entries, cache=cache)
     prepare = functools.partial(_prepared, context, kept, settings)
-    pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="feed")
     # the sampler is asked here, in order: it replays from the start for a step that it has passed
-    waiting = (
-        (pool.submit(prepare, number, micro_batch, spare=spare), number == len(step) - 1)
+    work = (
+        (number == len(step) - 1, functools.partial(prepare, number, micro_batch, spare=spare))
         for step in (_in_rounds(context, sampler.step(number)) for number in range(start, stop))
         for number, (micro_batch, spare) in enumerate(step)
     )
-    try:
-        ahead = deque(itertools.islice(waiting, _AHEAD))
-        made: list[Fed] = []
-        while ahead:
-            ahead.extend(itertools.islice(waiting, 1))
-            future, ends_step = ahead.popleft()
-            made.append(future.result())
+    made: list[Fed] = []
+    with contextlib.closing(in_turn(work, threads=_THREADS, ahead=_AHEAD, name="feed")) as prepared:
+        for ends_step, fed in prepared:
+            assert fed is not None, "work of every micro-batch"
+            made.append(fed)
             if ends_step:
                 yield tuple(made)
                 made.clear()
-    finally:
-        pool.shutdown(cancel_futures=True)

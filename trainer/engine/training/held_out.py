@@ -22,7 +22,7 @@ from trainer.engine.caching.entries import Entries, data_fingerprint, list_entri
 from trainer.engine.context import Context
 from trainer.engine.ranks import ALONE, Ranks
 from trainer.engine.results import proof
-from trainer.errors import DataError, StorageError
+from trainer.errors import DataError
 from trainer.families.family import Family
 from trainer.families.values import Batch, Draw
 from trainer.files import atomic
@@ -37,6 +37,7 @@ from trainer.telemetry.status import Phase
 _DRAWS = 4
 _OF_RECORD = tuple(one.name for one in dataclasses.fields(ValidationRecord))
 _NEW, _OLD = f"{FOLDER}.tmp", f"{FOLDER}.old"
+"""Remains of a kill: of one that wrote the LoRA, and of an earlier version's that replaced the folder."""
 _TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 """Largest relative difference between the loss in training and from the file, without joined layers."""
 
@@ -170,30 +171,16 @@ def keep_best(context: Context, model: Any, record: ValidationRecord) -> None:
     run_dir = context.run_dir
     if not _is_wanted(context) or not math.isfinite(record.validation_loss):
         return
-    folder, new, old = run_dir / FOLDER, run_dir / _NEW, run_dir / _OLD
     kept = read_best(run_dir)
     comparable = kept is not None and kept["validation_data"] == record.validation_data
     if kept is not None and comparable and kept["validation_loss"] <= record.validation_loss:
         return
-    shutil.rmtree(new, ignore_errors=True)
-    try:
-        with atomic.no_space_told(new):
-            new.mkdir(parents=True)
+    with atomic.whole_folder(run_dir / FOLDER) as new:
         path = proof.write_lora(context, model, new)
         proof.write_twin(context, model, new)
         row = {"file": path.name, **written_values(record)}
         # last: with it the folder is whole
         atomic.write_text(new / RECORD, json.dumps(row, indent=1, sort_keys=True) + "\n")
-    except StorageError:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    with atomic.no_space_told(folder):  # a kill at any moment leaves a whole one that `restore_best` finds
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            folder.replace(old)
-        new.replace(folder)
-        atomic.sync_directory(run_dir)
-        shutil.rmtree(old, ignore_errors=True)
     context.say(f"best so far: step {record.step}, held-out loss {record.validation_loss:.4g}")
 
 
@@ -232,8 +219,8 @@ def lowest_now(
 def restore_best(context: Context, step: int) -> None:
     """Keep the best LoRA only if a run that goes on from `step` has reached its step; none where `step` is 0.
 
-    Finishes a replacement that a kill interrupted: the newest whole folder is the kept one, others go. A kept
-    one whose record is damaged stays under another name: of what step it is nobody knows.
+    A folder that an earlier version's kill left whole is the kept one where there is none; other remains go.
+    A kept one whose record is damaged stays under another name: of what step it is nobody knows.
     """
     run_dir, kept = context.run_dir, context.run_dir / FOLDER
     if step == 0:

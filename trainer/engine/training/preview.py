@@ -42,8 +42,7 @@ def draw_previews(run: Run, step: int) -> Path | None:
     images = [pictures.shown(one) for one in drawn]
     for number, one in enumerate(drawn):
         write_drawn(context, run.entries, number, one, path.with_suffix("") / f"{number:02d}.png")
-    captions, most = [*map(redacted, prompts)], pictures.ROW_PIXELS
-    pictures.write_png(pictures.row(images, captions, f"step {step}", most_pixels=most), path)
+    pictures.write_png(pictures.row(images, [*map(redacted, prompts)], f"step {step}"), path)
     strip = pictures.write_strip(path.parent)
     run.journal.picture("previews", path, step)
     return strip

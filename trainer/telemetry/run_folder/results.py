@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.files import atomic
 from trainer.files.json_object import read_object
 from trainer.telemetry.rundir import CONFIG_FILE
 
@@ -103,16 +104,29 @@ def samples(run_dir: Path) -> tuple[Sample, ...]:
 
 
 def checkpoints(run_dir: Path) -> tuple[Checkpoint, ...]:
-    """Checkpoints by step; renamed folders are not among them."""
+    """Checkpoints by step, those that a killed save left aside among them; renamed folders are not."""
     return tuple(
         Checkpoint(
             step,
             folder,
             sum(file.bytes for file in _files(folder.rglob("*"))),
-            _files((folder / LORA_FOLDER).glob("*.safetensors")),
+            # of one that waits aside the next start changes the path
+            _files((folder / LORA_FOLDER).glob("*.safetensors")) if _STEP.fullmatch(folder.name) else (),
         )
-        for step, folder in _steps(run_dir / "checkpoints")
+        for step, folder in _checkpoint_folders(run_dir / "checkpoints")
     )
+
+
+def has_checkpoint(run_dir: Path) -> bool:
+    """True if a start in the run's folder finds a checkpoint by its name, whole or damaged."""
+    return bool(_checkpoint_folders(run_dir / "checkpoints"))
+
+
+def _checkpoint_folders(root: Path) -> list[tuple[int, Path]]:
+    """Folders of checkpoints by step; the next start gives those that wait aside their names again."""
+    aside = atomic.kept_aside(root)
+    waiting = {int(name[1]): path for target, path in aside.items() if (name := _STEP.fullmatch(target.name))}
+    return sorted((waiting | dict(_steps(root))).items())
 
 
 def files(run_dir: Path) -> tuple[SavedFile, ...]:

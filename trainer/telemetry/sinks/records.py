@@ -164,22 +164,24 @@ class MetricsLog:
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def truncate_after(self, step: int) -> int:
+    def truncate_after(self, step: int) -> tuple[int, str]:
         """Drop the lines of steps above `step`, all or none: the run goes on from that step's checkpoint.
 
-        Gives how many damaged lines were dropped too; the whole file is then kept as `.damaged` beside it.
+        Gives how many damaged lines were dropped too, and the name of the whole file, which is then kept
+        beside it; empty where there were none. Raises StorageError.
         """
         self._file.close()
         lines = read_lines(self._path)
         damaged = sum(row is None for _, row in lines)
+        kept = atomic.unused_name(self._path.with_name(self._path.name + DAMAGED_SUFFIX))
         if damaged:
             whole = self._path.read_bytes()
-            with atomic.writing(self._path.with_name(self._path.name + DAMAGED_SUFFIX)) as aside:
+            with atomic.writing(kept) as aside:
                 aside.write(whole)
         with atomic.writing(self._path) as file:
             file.writelines(line for line, row in lines if row is not None and row["step"] <= step)
         self._file = self._path.open("ab")
-        return damaged
+        return damaged, kept.name if damaged else ""
 
     def close(self) -> None:
         """Close the file."""
