@@ -155,6 +155,37 @@ def test_a_closed_pass_copies_nothing_for_the_next_one(
     assert len(filled) == 2 * (2 * len(staged._pages) - 2) + len(staged._pages)
 
 
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one != "llama"])  # which has no graphs
+def test_the_first_copies_of_a_closed_pass_begin_with_the_model(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the blocks that compute before the first one that waits."""
+    one, other = made(family, 2, closed=True, recomputed=False), made(family, 0, recomputed=False)
+    staged, order = staged_in(one), list[str]()
+    blocks = repeated_blocks(one.model, one.family.blocks)
+    first, *_ = (block for block in blocks.values() if block not in staged.blocks)
+    first.register_forward_pre_hook(lambda *_: order.append("a block of the device"))
+    fill = staging._Page.fill
+
+    def told(self: staging._Page, stream: torch.cuda.Stream | None) -> None:
+        order.extend([] if self._is_filled else ["copy"])
+        fill(self, stream)
+
+    monkeypatch.setattr(staging._Page, "fill", told)
+    one.model.register_forward_pre_hook(lambda *_: staged.begin())
+    for _ in range(2):
+        (output, found), (wanted_output, wanted) = one.gradients(), other.gradients()
+        assert torch.equal(output, wanted_output)
+        assert wanted and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        staged.empty()
+        with torch.no_grad():
+            assert torch.equal(one.predict(), other.predict())
+        # of a pass with gradients both blocks stay; a prediction begins nothing for the next pass
+        assert order == 2 * ["copy", "copy", "a block of the device"]
+        order.clear()
+        staged.empty()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_blocks_may_wait(family: str) -> None:
     count = sum(BLOCKS[family].values())

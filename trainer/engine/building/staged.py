@@ -73,6 +73,8 @@ def with_staged_blocks(context: Context, model: Model) -> Model:
             context.status.device_memory = functools.partial(peak_bytes, loading)
             limit_memory(context, held_bytes())
         where = f"lie with {size} ranks in turn ({gib(peers.own_bytes)} with this one)"
+    if staged.closed:
+        model.module.register_forward_pre_hook(lambda *_: staged.begin())
     context.say(f"{len(blocks)} blocks {where} and pass through {gib(staged.device_bytes)} of the device's")
     return replace(model, staged=staged)
 

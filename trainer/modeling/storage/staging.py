@@ -151,6 +151,19 @@ class Staged:
         Everything that reads the weights of blocks that are not needed soon must be enqueued by now, and is:
         autograd works through blocks in the reverse of their order, one after another.
         """
+        self._copy(number, turn)
+        for page in self._needed(number, turn):
+            page.wait()
+
+    def begin(self) -> None:
+        """Begin to copy what the first blocks of a pass through the whole model read, before their turn.
+
+        Where passes are `closed` nobody else does: the first block would wait for all of its copy.
+        """
+        self._copy(0, "forward" if torch.is_grad_enabled() else "prediction")
+
+    def _copy(self, number: int, turn: Pass) -> None:
+        """Begin to copy a block's pages and those needed after it, and give back the memory of all others."""
         window = self._next(number, turn)
         for page in self._window:
             if page not in window:
@@ -158,8 +171,6 @@ class Staged:
         self._window = window
         for page in window:
             page.fill(self._stream)
-        for page in self._needed(number, turn):
-            page.wait()
 
     def _needed(self, number: int, turn: Pass) -> list[_Page]:
         """The pages of a block that a pass reads."""
