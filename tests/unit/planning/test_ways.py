@@ -83,6 +83,28 @@ def test_every_frozen_storage_has_a_layer_and_less_bytes_than_what_trains() -> N
         assert all(WAYS[word].bits < way.bits or way.copies for word in way.smaller)
 
 
+def test_every_frozen_storage_can_be_had_where_nothing_multiplies_in_its_type() -> None:
+    """Else a user who writes the storage is refused on such a machine."""
+    beside = {(way.weights, way.modulation) for way in WAYS.values() if not way.trains and way.compute}
+    unpacked = {(way.weights, way.modulation) for way in WAYS.values() if not way.trains and not way.compute}
+    assert {weights for weights, _ in unpacked} == set(frozen())
+    assert beside <= unpacked
+
+
+def test_a_storage_that_is_never_unpacked_is_refused_where_nothing_multiplies_in_its_type(
+    config: Config, geometry: Geometry, int4: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(WAYS, "int4", dataclasses.replace(int4, compute="fp4", package=""))
+    asked = changed(config(), {"features.weights": "int4"})
+    told = r"features\.weights: int4 has no way without products in FP4: a CPU has no FP4 units"
+    with pytest.raises(HardwareError, match=told) as caught:
+        plan(asked, machine("cpu"), geometry)
+    assert caught.value.problems[0].remedy == "leave features.weights out"
+    told = r"int4 has no way without products in FP4: features\.compute is bf16"
+    with pytest.raises(HardwareError, match=told):
+        plan(changed(asked, {"features.compute": "bf16"}), machine("rtx-4090"), geometry)
+
+
 def test_a_row_is_offered_priced_and_written_down(config: Config, geometry: Geometry, int4: Way) -> None:
     found = plan(config(), card(5.4, "made-up"), geometry)
     assert (found.weights, found.compute, found.way) == ("int4", "bf16", int4)

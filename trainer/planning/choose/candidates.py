@@ -25,7 +25,8 @@ _PARTS = 8
 def ladder(situation: Situation) -> tuple[list[Way], str]:
     """Ways that user and machine leave open, with their tiers here, and why none needs less memory.
 
-    Raises KernelsFailedError for products that were asked for and that the probe saw failing.
+    Raises KernelsFailedError for products that were asked for and that the probe saw failing, HardwareError
+    for a storage that is multiplied in its own type alone where nothing can be.
     """
     config, asked = situation.config, asked_storage(situation)
     ways = [find(situation.dtype)]
@@ -35,6 +36,8 @@ def ladder(situation: Situation) -> tuple[list[Way], str]:
     elif asked != "auto":
         key = "features.compute" if config.features.weights == "auto" else "features.weights"
         ways, no_more = _written(situation, asked), f"{key} is {asked} ({situation.source(key)})"
+        if not ways:
+            raise situation.refuse(key, _no_way(situation, asked))
     elif situation.goes_on and situation.dtype == "fp16":
         # no word of features.weights: the plan that the run began with would have named any other storage
         no_more = "the run goes on over weights in fp16"
@@ -107,6 +110,13 @@ def _written(situation: Situation, asked: str) -> list[Way]:
     if features.modulation != "auto":
         return multiplied
     return [way for way in multiplied if not way.modulation or not _obstacle(situation, way)]
+
+
+def _no_way(situation: Situation, asked: str) -> str:
+    """Why a storage all of whose rows are multiplied in their own type has no way here."""
+    way = next(way for way in WAYS.values() if way.weights == asked)
+    why = no_product(situation, way) or f"features.compute is {situation.config.features.compute}"
+    return f"{asked} has no way without products in {way.compute.upper()}: {why}"
 
 
 def storages(
