@@ -105,6 +105,37 @@ def test_a_storage_that_is_never_unpacked_is_refused_where_nothing_multiplies_in
         plan(changed(asked, {"features.compute": "bf16"}), machine("rtx-4090"), geometry)
 
 
+def test_a_row_with_products_in_its_own_type_is_chosen_by_what_the_probe_saw_of_them(
+    config: Config, geometry: Geometry, int4: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiplied = dataclasses.replace(int4, name="int4 multiplied", compute="int4", package="")
+    unpacked = dataclasses.replace(int4, name="int4 unpacked", package="", verdict="")
+    monkeypatch.delitem(WAYS, "int4")
+    monkeypatch.setitem(WAYS, "int4 multiplied", multiplied)
+    monkeypatch.setitem(WAYS, "int4 unpacked", unpacked)
+    packed = Linears(parameters=GIB, rows=1000, largest=GIB // 8)
+    sizes = dataclasses.replace(geometry, quantized=packed)
+
+    def chosen(milliseconds: float | None) -> Plan:
+        verdict = KernelVerdict(
+            kernel="matmul.bf16",
+            shape_class=geometry.matmul_shape_class,
+            works=True,
+            milliseconds=1.0,
+            relative_error=None,
+            reason="measured",
+        )
+        works = milliseconds is not None
+        own = dataclasses.replace(verdict, kernel="matmul.int4", works=works, milliseconds=milliseconds)
+        facts = dataclasses.replace(machine("h200"), verdicts=(verdict, own))
+        return plan(changed(config(), {"features.weights": "int4"}), facts, sizes)
+
+    fast, failing = chosen(0.4), chosen(None)
+    assert (fast.way, failing.way) == (multiplied, unpacked)
+    assert "int4 transposed" in {row.name for row in fast.train_memory}
+    assert fast.step_milliseconds < chosen(0.8).step_milliseconds
+
+
 def test_a_row_is_offered_priced_and_written_down(config: Config, geometry: Geometry, int4: Way) -> None:
     found = plan(config(), card(5.4, "made-up"), geometry)
     assert (found.weights, found.compute, found.way) == ("int4", "bf16", int4)

@@ -39,6 +39,11 @@ class RowScaledLinear(StoredLinear):
         self.register_buffer("weight_scale", None)
         self.register_buffer("transposed", None, persistent=False)
 
+    @classmethod
+    def takes(cls, linear: torch.nn.Linear, way: Way) -> bool:
+        """False where products are in FP8 and its kernels do not take these sides."""
+        return not way.compute or takes_fp8(linear)
+
     def quantize(self, weight: torch.Tensor) -> None:
         """Store a weight (out, in) of full precision on the device that it is on."""
         values, scale = quantize_rows(weight) if self.kind == "fp8" else _int8_rows(weight)

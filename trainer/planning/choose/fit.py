@@ -280,7 +280,7 @@ def _product(situation: Situation, chosen: Outcome) -> str:
     storage, way, asked = chosen.storage, chosen.storage.way, situation.config.features.weights
     if way.trains and way.compute:
         return "written for trained weights"
-    faster, reason = candidates.fp8_verdict(situation)
+    faster, reason = candidates.product_verdict(situation, way.compute or WAYS["fp8"].compute)
     if way.compute and (asked != way.weights or faster):
         return reason if faster or way.tier == 0 else "no bf16 base fits the budget"
     if not way.compute and not way.trains:
