@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
 
+from tests.unit.house.sources import ROOT
 from tests.unit.planning.conftest import GIB, machine
 from tests.unit.planning.test_memory import rows, storage
 from tests.unit.planning.test_resolve import Config, alone, plan, row, situated, small
@@ -73,6 +77,29 @@ def test_the_schemas_words_are_the_tables() -> None:
     assert words("compute") == {"auto", "bf16"} | {way.compute for way in WAYS.values()} - {""}
     assert words("modulation") == {"auto", "kept"} | {way.modulation for way in WAYS.values()} - {""}
     assert words("attention") == {"auto", *KERNELS}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "train_configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_comments_of_shipped_configurations_name_all_words(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    for key, table in (("attention", {*KERNELS}), ("weights", {*frozen()})):
+        found = [line for line in lines if line.startswith(f"  # {key}: ")]
+        assert not [(key, table - named(line)) for line in found if not table <= named(line)]
+
+
+def test_the_schemas_descriptions_name_all_words() -> None:
+    schema = json.loads((ROOT / "train_configs/schema.json").read_text())
+    fields = schema["definitions"]["FeaturesSection"]["properties"]
+    assert {*frozen()} <= named(fields["weights"]["description"])
+    packages = {name for name, kernel in KERNELS.items() if kernel.package}
+    assert packages <= named(fields["attention"]["description"])
+
+
+def named(text: str) -> set[str]:
+    """The words of a text, with those that "flash_attn_2 to 4" and "flash_attn_2 (to 4)" leave out."""
+    ranges = re.findall(r"(\w+_)(\d) \(?to (\d)", text)
+    between = {f"{name}{n}" for name, first, last in ranges for n in range(int(first), int(last) + 1)}
+    return {*re.findall(r"\w+", text)} | between
 
 
 def test_every_frozen_storage_has_a_layer_and_less_bytes_than_what_trains() -> None:
