@@ -16,7 +16,7 @@ from trainer.config.reading.load import Loaded
 from trainer.config.schema import DataSet
 from trainer.errors import ConfigError, HardwareError
 from trainer.families.family import Family
-from trainer.planning.choose import attention, block_homes, candidates, loading, optimizers, switches
+from trainer.planning.choose import attention, candidates, loading, optimizers, swap_and_shard, switches
 from trainer.planning.choose.situation import Situation
 from trainer.planning.shapes.adapters import needs_whole_base
 from trainer.ways.storages import WAYS, multiplied_in
@@ -229,8 +229,8 @@ def _product_remedy(at: Situation) -> str:
 
 
 MACHINE: tuple[Rule[Situation], ...] = (
-    _refused(block_homes.SWAP, block_homes.swap_refused),
-    _refused(block_homes.SHARD, block_homes.shard_refused),
+    _refused(swap_and_shard.SWAP, swap_and_shard.swap_refused),
+    _refused(swap_and_shard.SHARD, swap_and_shard.shard_refused),
     _refused(_BLOCKS, _too_many_blocks, lambda at: f"write {at.geometry.blocks} at most, or true for all"),
     _refused(_TF32, lambda at: at.config.features.tf32 is True and switches.no_tf32(at)),
     _refused(_OPTIMIZER, _no_package,

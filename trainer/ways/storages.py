@@ -3,7 +3,7 @@
 Predicted memory and time, what `auto` tries in which order, suggestions and the probe's kernels follow from
 these rows; the words of `features` in `config.schema` are held equal to them by a test. A new way for a
 frozen base is a row here. One with a new word in `weights` needs a layer too: a `StoredLinear` in a module of
-`modeling.storage`, and its row in the table `LAYERS` of `modeling.storage.quantize`. All ways with the same
+`modeling.storage`, and its row in the table `LAYERS` of `modeling.storage.layers`. All ways with the same
 word share it, and it reads `Way.compute`. One with a new word in `compute` is predicted at the rate that the
 probe measures; without a measurement `planning.cost.roofline` knows the peaks of bf16 and FP8 alone.
 """

@@ -21,7 +21,7 @@ from trainer.errors import HardwareError
 from trainer.files import codec
 from trainer.machine.facts import Facts, KernelVerdict
 from trainer.machine.profiles import PROFILES
-from trainer.modeling.storage import quantize
+from trainer.modeling.storage import layers
 from trainer.modeling.storage.stored import StoredLinear
 from trainer.planning.choose import encoding
 from trainer.planning.plan import Plan
@@ -55,7 +55,7 @@ def int4(monkeypatch: pytest.MonkeyPatch) -> Way:
     """The made-up row among the others, and its layer."""
     monkeypatch.setitem(WAYS, "int4", INT4)
     monkeypatch.setitem(WAYS, "bf16", dataclasses.replace(WAYS["bf16"], smaller=("int4",)))
-    monkeypatch.setitem(quantize.LAYERS, "int4", Int4Linear)
+    monkeypatch.setitem(layers.LAYERS, "int4", Int4Linear)
     return INT4
 
 
@@ -103,7 +103,7 @@ def named(text: str) -> set[str]:
 
 
 def test_every_frozen_storage_has_a_layer_and_less_bytes_than_what_trains() -> None:
-    assert set(quantize.LAYERS) == set(frozen()) >= {"int8", "nf4", "fp8"}
+    assert set(layers.LAYERS) == set(frozen()) >= {"int8", "nf4", "fp8"}
     for way in WAYS.values():
         assert find(way.weights, way.compute, way.copies, way.modulation) is way
         assert way.trains == (way.bits > 8 or way.method == "full")
@@ -236,11 +236,11 @@ def test_a_row_is_for_text_encoders_too(geometry: Geometry, int4: Way) -> None:
 
 
 def test_the_models_layers_are_those_of_the_row(int4: Way) -> None:
-    replace = quantize.replacer(int4, (r"proj_out",))
+    replace = layers.replacer(int4, (r"proj_out",))
     assert replace is not None
     layer = replace("to_q", torch.nn.Linear(8, 8))
     assert isinstance(layer, Int4Linear) and replace("proj_out", torch.nn.Linear(8, 8)) is None
-    assert quantize.count_quantized(torch.nn.Sequential(layer, torch.nn.Linear(8, 8)), "int4") == (1, 1)
+    assert layers.count_quantized(torch.nn.Sequential(layer, torch.nn.Linear(8, 8)), "int4") == (1, 1)
 
 
 @pytest.fixture

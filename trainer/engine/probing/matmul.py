@@ -71,7 +71,7 @@ def _linear(kernel: str, weight: torch.Tensor) -> Linear:
     """The product with `weight` as the run computes it."""
     if kernel == "bf16":
         return lambda inputs: torch.nn.functional.linear(inputs, weight)
-    from trainer.modeling.storage.quantize import replacer
+    from trainer.modeling.storage.layers import replacer
     from trainer.modeling.vision import make_torchvision_importable
 
     make_torchvision_importable()  # the libraries that store int8 and nf4 import transformers

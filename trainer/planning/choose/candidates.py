@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from trainer.machine.facts import version_text
-from trainer.planning.choose import block_homes, optimizers
+from trainer.planning.choose import optimizers, swap_and_shard
 from trainer.planning.choose.situation import MEASURE_AGAIN, Situation
 from trainer.planning.choose.switches import compile_key
 from trainer.planning.cost.storage import Storage
@@ -147,15 +147,15 @@ def storages(
                 recomputed=recomputed if recomputed < situation.geometry.blocks else 0,
                 tiling=False,
                 previews=bool(config.validation.prompts),
-                swapped=block_homes.swapped(config),
+                swapped=swap_and_shard.swapped(config),
                 optimizer=kind,
                 rounds=max(1, config.train.gradient_accumulation_steps // situation.ranks),
                 weight_gradient=weight_gradient(situation, way),
                 averaged=config.train.ema_decay is not None,
                 ranks=situation.ranks,
                 hosts=situation.hosts.count,
-                sharded=block_homes.sharded(situation),
-                group=situation.ranks_here if block_homes.sharded(situation) else 1,
+                sharded=swap_and_shard.sharded(situation),
+                group=situation.ranks_here if swap_and_shard.sharded(situation) else 1,
             )
 
 

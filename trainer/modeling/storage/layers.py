@@ -13,7 +13,7 @@ import torch
 
 from trainer.errors import ConfigError
 from trainer.modeling.storage.nf4 import Nf4Linear
-from trainer.modeling.storage.row_quantized import RowScaledLinear
+from trainer.modeling.storage.row_scaled import RowScaledLinear
 from trainer.modeling.storage.stored import StoredLinear
 from trainer.ways.storages import WAYS, Way
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from trainer.modeling.storage.fp8 import MULTIPLE, fp8_linear, quantize_rows
+from trainer.modeling.storage.fp8_product import MULTIPLE, fp8_linear, quantize_rows
 from trainer.modeling.storage.stored import StoredLinear
 from trainer.ways.storages import Way
 
