@@ -54,7 +54,7 @@ def measure(spec: str, steps: int, step_ms: float) -> dict[str, float]:
     import torch
 
     from trainer.engine import __main__ as engine
-    from trainer.engine.optimizing.optimizer import Updater
+    from trainer.engine.optimizing.updater import Updater
     from trainer.engine.training import loop
 
     ends: list[float] = []

@@ -139,7 +139,7 @@ def build_with_torchao(context: Any, recipe: str) -> Any:
 
     from trainer.engine.building.build import Built, load_base
     from trainer.engine.building.fast import compile_model
-    from trainer.engine.optimizing.optimizer import Updater
+    from trainer.engine.optimizing.updater import Updater
 
     if context.plan.activation_checkpointing:
         what = "the plan recomputes blocks, which torchao's ways here do not"
@@ -157,8 +157,8 @@ def build_with_torchao(context: Any, recipe: str) -> Any:
 
 def _convert(model: Any, high_precision: Sequence[str], recipe: str) -> int:
     """Replace the linears that `multiply_in_fp8` would by torchao's; gives their number."""
-    from trainer.modeling.storage.quantize import any_of
-    from trainer.modeling.storage.row_quantized import takes_fp8
+    from trainer.modeling.storage.layers import any_of
+    from trainer.modeling.storage.row_scaled import takes_fp8
 
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training

@@ -4,7 +4,7 @@ python -m bench rows
 python -m bench rows --most 256 --multiples 16,32
 
 Products with a scale a row, without padding: cuBLAS refuses some with CUBLAS_STATUS_NOT_SUPPORTED.
-`trainer.modeling.storage.fp8.ROW_MULTIPLE` must be a multiple that is never refused.
+`trainer.modeling.storage.fp8_product.ROW_MULTIPLE` must be a multiple that is never refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from bench import arguments as types
 from trainer import families
 from trainer.errors import HardwareError
-from trainer.modeling.storage.fp8 import ROW_MULTIPLE
+from trainer.modeling.storage.fp8_product import ROW_MULTIPLE
 from trainer.planning.shapes.geometry import TABLES, linear_weights, quantized_linears, read_table
 
 Weight = tuple[int, int]

@@ -15,7 +15,7 @@ from trainer.config.schema import RunConfig
 from trainer.engine.building.build import Built
 from trainer.engine.caching.batches import to_device
 from trainer.engine.context import Context
-from trainer.engine.optimizing.optimizer import HostFlag
+from trainer.engine.optimizing.updater import HostFlag
 from trainer.engine.training import loop
 from trainer.engine.training.graphs import Graphs
 from trainer.families.family import Family

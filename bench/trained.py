@@ -28,16 +28,16 @@ from bench import arguments as types
 from bench.processes import GIB
 from bench.record import update_table
 from trainer.config.schema import TrainSection
-from trainer.engine.optimizing.optimizer import Updater
+from trainer.engine.optimizing.updater import Updater
 from trainer.errors import HardwareError
 from trainer.machine import description
-from trainer.modeling.storage.fp8 import (
+from trainer.modeling.storage.fp8_gradient import quantize_gradient
+from trainer.modeling.storage.fp8_product import (
     keep_ones,
     quantize_rows,
     transpose_bytes,
     unpack_rows,
 )
-from trainer.modeling.storage.fp8_gradient import quantize_gradient
 from trainer.modeling.storage.fp8_trained import Fp8TrainedLinear, refresh_weights
 from trainer.planning.choose.optimizers import SPLIT
 from trainer.words import extras

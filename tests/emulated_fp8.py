@@ -10,20 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.modeling.storage import fp8 as storage_fp8
-from trainer.modeling.storage import fp8_trained
+from trainer.modeling.storage import fp8_product, fp8_trained
 
 
 @contextlib.contextmanager
 def emulated() -> Iterator[SimpleNamespace]:
     """Stands for the count of products that torch dispatches: of those that a CPU emulates."""
-    seen, multiply = SimpleNamespace(count=0), storage_fp8.multiply
+    seen, multiply = SimpleNamespace(count=0), fp8_product.multiply
 
     def counted(*given: Any, **more: Any) -> torch.Tensor:
         seen.count += 1
         return multiply(*given, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (storage_fp8, fp8_trained):
+        for module in (fp8_product, fp8_trained):
             patch.setattr(module, "multiply", counted)
         yield seen

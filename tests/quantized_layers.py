@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from trainer.modeling.storage.layers import Replace
 from trainer.modeling.storage.nf4 import Nf4Linear
-from trainer.modeling.storage.quantize import Replace
-from trainer.modeling.storage.row_quantized import Kind, RowScaledLinear
+from trainer.modeling.storage.row_scaled import Kind, RowScaledLinear
 from trainer.ways.storages import find
 
 

@@ -16,7 +16,7 @@ from tests.contract.test_full_in_fp8 import in_fp8
 from tests.emulated_fp8 import emulated
 from trainer.engine.building import build, fp8
 from trainer.engine.building.build import load_base
-from trainer.engine.optimizing.optimizer import Updater
+from trainer.engine.optimizing.updater import Updater
 from trainer.engine.records import checkpoint
 from trainer.modeling.blocks.same_input import Group
 from trainer.modeling.storage.joined_trained import JoinedFp8Linear, JoinedLinear

@@ -38,7 +38,7 @@ from trainer.engine.building import build
 from trainer.engine.caching.samples import Samples, scan_samples
 from trainer.engine.context import Context
 from trainer.families.family import Family
-from trainer.modeling.storage.row_quantized import RowScaledLinear
+from trainer.modeling.storage.row_scaled import RowScaledLinear
 
 ALWAYS = ("qwen_image",)
 """Families that every run tests: captions are not padded, and nearly each has a length of its own."""

@@ -211,7 +211,7 @@ def test_captions_stay_encoded_as_they_were_where_a_run_has_no_checkpoint(
 def test_a_run_that_diverges_reads_its_checkpoint_before_it_recommends_it(
     workshop: Workshop, four_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer.engine.optimizing.optimizer import HostFlag
+    from trainer.engine.optimizing.updater import HostFlag
 
     folder = Path(shutil.copytree(four_steps, tmp_path / "copy"))
     saved = folder / "run" / "checkpoints" / "step-000004"
@@ -229,7 +229,7 @@ def test_a_run_that_diverges_reads_its_checkpoint_before_it_recommends_it(
 def test_a_run_resumed_from_elsewhere_that_diverges_names_the_checkpoint_it_came_from(
     workshop: Workshop, four_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer.engine.optimizing.optimizer import HostFlag
+    from trainer.engine.optimizing.updater import HostFlag
 
     monkeypatch.setattr(HostFlag, "read", lambda flag: 1.0)
     elsewhere = four_steps / "run" / "checkpoints" / "step-000004"

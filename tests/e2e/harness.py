@@ -195,7 +195,7 @@ def alone() -> None:
 def flipped_rank() -> None:
     """One bit of one weight of rank 1 flips after its third step."""
     if os.environ["RANK"] == "1":
-        from trainer.engine.optimizing.optimizer import Updater
+        from trainer.engine.optimizing.updater import Updater
 
         real = Updater.step
 

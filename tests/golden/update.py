@@ -14,7 +14,7 @@ from trainer.planning.render import plan_text
 
 
 def main() -> None:
-    """Rewrite every golden plan, what presets resolve to, what the doctor says, and the golden losses."""
+    """Rewrite every golden plan, what presets resolve to, what the doctor says, and losses that changed."""
     os.chdir(plans.ROOT)
     with tempfile.TemporaryDirectory() as folder:
         for machine in plans.machines():

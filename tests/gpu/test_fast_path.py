@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.gpu.fast_models import DEVICE, PACKED, SETTINGS, Computed, build, inputs, trainable
 from tests.unit.modeling.small_models import relative
 from trainer.config.schema import TrainSection
-from trainer.engine.optimizing.optimizer import Updater
+from trainer.engine.optimizing.updater import Updater
 from trainer.engine.training.graphs import WARM_UP, Graphs
 from trainer.families import diffusion
 from trainer.families.flux1_dev import FLUX1_DEV
@@ -24,8 +24,8 @@ from trainer.families.values import Batch, Draw
 from trainer.modeling.adapter.low_rank import add_low_rank
 from trainer.modeling.blocks.compiled import eager
 from trainer.modeling.fused.norms import head_norm
-from trainer.modeling.storage.fp8 import fp8_linear, quantize_rows, transpose_bytes
-from trainer.modeling.storage.row_quantized import RowScaledLinear
+from trainer.modeling.storage.fp8_product import fp8_linear, quantize_rows, transpose_bytes
+from trainer.modeling.storage.row_scaled import RowScaledLinear
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,7 @@ from trainer.modeling.fused.feedforward import (
     gelu_backward_quantize_rows,
     gelu_quantize_rows,
 )
-from trainer.modeling.storage.row_quantized import RowScaledLinear
+from trainer.modeling.storage.row_scaled import RowScaledLinear
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.modeling.storage.fp8 import LEAST, MOST, padded_rows, quantize_rows, unpack_rows
 from trainer.modeling.storage.fp8_gradient import QuantizedGradient, quantize_gradient
+from trainer.modeling.storage.fp8_product import LEAST, MOST, padded_rows, quantize_rows, unpack_rows
 from trainer.modeling.storage.fp8_trained import Fp8TrainedLinear, WeightGradient, refresh_weights
 from trainer.modeling.storage.joined_trained import Joined, join_trained
 

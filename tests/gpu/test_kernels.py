@@ -9,7 +9,7 @@ from diffusers import FluxTransformer2DModel
 from tests.quantized_layers import replaced
 from trainer.config import environment
 from trainer.config.schema import FlowSection, TrainSection
-from trainer.engine.optimizing.optimizer import Updater
+from trainer.engine.optimizing.updater import Updater
 from trainer.engine.probing.probe import attention_kernels, matmul_kernels, probe
 from trainer.families import draws
 from trainer.families.flux1_dev import FLUX1_DEV
@@ -19,7 +19,7 @@ from trainer.modeling.adapter import lora
 from trainer.modeling.attention.kernels import attention
 from trainer.modeling.attention.packed_rows import packed_attention, segments_for
 from trainer.modeling.attention.setting import set_attention
-from trainer.modeling.storage.quantize import replacer
+from trainer.modeling.storage.layers import replacer
 from trainer.ways.storages import find
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("kernels")]  # all kernels are measured once

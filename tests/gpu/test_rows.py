@@ -24,7 +24,7 @@ from trainer.modeling.fused.feedforward import (
     gelu_quantize_rows,
 )
 from trainer.modeling.fused.norms import head_norm
-from trainer.modeling.storage import fp8
+from trainer.modeling.storage import fp8_product
 
 pytestmark = pytest.mark.gpu
 
@@ -79,7 +79,7 @@ def agree(
 
 
 def pad_is_zero(quantized: torch.Tensor, scale: torch.Tensor, rows: int) -> None:
-    assert len(quantized) == len(scale) == fp8.padded_rows(rows)
+    assert len(quantized) == len(scale) == fp8_product.padded_rows(rows)
     assert not quantized[rows:].view(torch.uint8).any() and (scale[rows:] == 1).all()
 
 
@@ -116,12 +116,12 @@ def product(summed: int) -> dict[str, Any]:
 def test_products_and_gradients_of_every_number_of_rows(size: Weight) -> None:
     made, weight = layer(size)
     inputs, given = randn(MOST, size[1]), randn(MOST, size[0])
-    left = dequantized(*fp8.quantize_rows(inputs))
+    left = dequantized(*fp8_product.quantize_rows(inputs))
     output = left @ weight.t() + made.bias.float()
     # the gradient is quantised with the weight's scales in it, and multiplied by the values without them
     across = made.weight_scale.view(-1)
     values = made.weight.view(torch.float8_e4m3fn).float()
-    gradient = dequantized(*fp8.quantize_rows(given, across)) @ values
+    gradient = dequantized(*fp8_product.quantize_rows(given, across)) @ values
     agree(
         lambda rows: step(made, given[:rows], inputs[:rows]),
         lambda rows: (output[:rows], gradient[:rows]),
@@ -135,11 +135,11 @@ def test_products_without_the_copy_or_the_bias(storage: str) -> None:
     if storage == "one copy":
         made.transposed = None
     inputs, given = randn(MOST, 3072), randn(MOST, 12288)
-    output = dequantized(*fp8.quantize_rows(inputs)) @ weight.t()
+    output = dequantized(*fp8_product.quantize_rows(inputs)) @ weight.t()
     if made.bias is not None:
         output += made.bias.float()
     values = made.weight.view(torch.float8_e4m3fn).float()
-    gradient = dequantized(*fp8.quantize_rows(given, made.weight_scale.view(-1))) @ values
+    gradient = dequantized(*fp8_product.quantize_rows(given, made.weight_scale.view(-1))) @ values
     agree(
         lambda rows: step(made, given[:rows], inputs[:rows]),
         lambda rows: (output[:rows], gradient[:rows]),
@@ -169,9 +169,9 @@ def test_feed_forwards_of_every_number_of_rows(widths: tuple[int, int, int]) -> 
 def test_compiled_products_of_any_number_of_rows(dynamic: bool) -> None:
     made, weight = layer((1024, 512))
     inputs, given = randn(MOST, 512), randn(MOST, 1024)
-    output = dequantized(*fp8.quantize_rows(inputs)) @ weight.t() + made.bias.float()
+    output = dequantized(*fp8_product.quantize_rows(inputs)) @ weight.t() + made.bias.float()
     values = made.weight.view(torch.float8_e4m3fn).float()
-    gradient = dequantized(*fp8.quantize_rows(given, made.weight_scale.view(-1))) @ values
+    gradient = dequantized(*fp8_product.quantize_rows(given, made.weight_scale.view(-1))) @ values
     compiled: Any = torch.compile(made, fullgraph=True, dynamic=dynamic)
     agree(
         lambda rows: step(compiled, given[:rows], inputs[:rows]),
@@ -184,7 +184,7 @@ def test_compiled_products_of_any_number_of_rows(dynamic: bool) -> None:
 @pytest.mark.parametrize("rows", [1, 5, 16, 37, 129])
 def test_products_in_a_graph_are_those_without(rows: int) -> None:
     first, up, down = (layer(size)[0] for size in ((256, 256), (1024, 256), (256, 1024)))
-    fp8.keep_ones(DEVICE)
+    fp8_product.keep_ones(DEVICE)
     inputs, given = randn(rows, 256), randn(rows, 256)
 
     def run() -> list[torch.Tensor]:
@@ -216,7 +216,7 @@ def test_rows_are_quantised_for_every_number_of_them(columns: int) -> None:
     values, across = randn(MOST, columns), torch.rand(columns, device=DEVICE) + 0.5
 
     def run(rows: int, scale: torch.Tensor | None) -> torch.Tensor:
-        quantized, row_scale = fp8.quantize_rows(values[:rows], scale, pad=True)
+        quantized, row_scale = fp8_product.quantize_rows(values[:rows], scale, pad=True)
         if rows in EDGES:
             pad_is_zero(quantized, row_scale, rows)
         return dequantized(quantized, row_scale)[:rows]

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from trainer.config.schema import TrainSection
-from trainer.engine.optimizing.optimizer import Updater
 from trainer.engine.optimizing.split_adamw import (
     decoded_first,
     decoded_second,
@@ -19,6 +18,7 @@ from trainer.engine.optimizing.split_adamw import (
     seed_of,
     update_halves,
 )
+from trainer.engine.optimizing.updater import Updater
 from trainer.engine.ranks import ALONE
 from trainer.engine.records import checkpoint
 from trainer.engine.training.state import restore

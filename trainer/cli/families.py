@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainer.cli.output import say, shown_below_options
+from trainer.ways.storages import WAYS, Way
 from trainer.words import extras
 from trainer.words.sizes import GIB
 from trainer.words.tables import markdown
@@ -58,10 +59,22 @@ def _markdown(families: list[Family]) -> str:
     return _HEAD + markdown([*columns], rows) + _FOOT
 
 
+def _quantised() -> str:
+    """The storages of a frozen base, with the packages that they need, as a choice."""
+    ways = {way.weights: way for way in WAYS.values() if not way.trains}
+    *others, last = (_storage(way) for way in ways.values())
+    return f"{', '.join(others)} or {last}"
+
+
+def _storage(way: Way) -> str:
+    installed = f", `{extras.command(way.extra)}`" if way.extra else ""
+    return f"{way.weights} ({way.package}{installed})" if way.package else way.weights
+
+
 _HEAD = f"""# Model families
 
 Written by `make docs` from the families themselves. Every family trains by `method: lora` and `method: full`;
-a LoRA also trains over a base in int8 (optimum-quanto) or nf4 (bitsandbytes, `{extras.command("nf4")}`),
+a LoRA also trains over a base in {_quantised()},
 and over a base that is stored in nf4 already. "At least" is the weights, gradients and optimizer state alone,
 without activations; recorded machines are those of tests/golden/machines, the largest an H200 of 140 GiB.
 

@@ -27,7 +27,7 @@ from trainer.planning import planning
 from trainer.planning.plan import Plan
 from trainer.telemetry.locks import is_held
 from trainer.telemetry.status import BUDGET_SECONDS, Phase
-from trainer.telemetry.supervising import ending, runtime_folder, server, supervisor, webhook
+from trainer.telemetry.supervising import record_end, runtime_folder, server, supervisor, webhook
 from trainer.telemetry.supervising.jobfolder import job_folder, named_folder
 
 _FLASH_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
@@ -62,9 +62,9 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
     problems: list[Problem] = []
 
     def on_end(exit_code: int, cause: str) -> None:
-        problems.extend(ending.problems_of(runtime_dir, exit_code, cause))
+        problems.extend(record_end.problems_of(runtime_dir, exit_code, cause))
         if writes:
-            ending.record_and_tell(loaded.config.output_dir, runtime_dir, receiver, exit_code, cause)
+            record_end.record_and_tell(loaded.config.output_dir, runtime_dir, receiver, exit_code, cause)
         if exit_code and wants_json():
             print_error(exit_code, problems)
 

@@ -21,9 +21,9 @@ from trainer.machine.verdicts import FILE_NAME, keep, merged, named, untyped
 from trainer.modeling.base.base import local_folder
 from trainer.planning import planning
 from trainer.planning.choose import loading
-from trainer.planning.choose.block_homes import NO_PEER_ACCESS
-from trainer.planning.choose.fit import DoesNotFitError
+from trainer.planning.choose.fastest_fit import DoesNotFitError
 from trainer.planning.choose.situation import KernelsFailedError
+from trainer.planning.choose.swap_and_shard import NO_PEER_ACCESS
 from trainer.planning.plan import Plan
 from trainer.planning.shapes.shape_classes import shape_class
 from trainer.words.sizes import gib

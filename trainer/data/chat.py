@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.data.captions import TextError, encodable
+from trainer.data.caption_text import TextError, encodable
 from trainer.data.conversations.dataset_info import read_entry
 from trainer.data.conversations.files import Row, parse, read_rows
 from trainer.data.conversations.formats import (

@@ -37,11 +37,11 @@ from trainer.engine.training import loop, orders, rounds, state
 from trainer.engine.training.drawing import draw_try
 from trainer.engine.training.epochs import with_steps
 from trainer.engine.training.feed import varies
+from trainer.engine.training.flops import counter
 from trainer.engine.training.graphs import Graphs
 from trainer.engine.training.held_out import HeldOut, held_out_entries, prove_best, restore_best
 from trainer.engine.training.preview import draw_previews, drop_previews_after, sample, write_before_after
 from trainer.engine.training.scores import make_scorer, score_previews
-from trainer.engine.training.work import counter
 from trainer.errors import DataError, EndedTogether, PeerLostError, Problem
 from trainer.files import atomic, codec
 from trainer.modeling.base.source import pinned

@@ -11,11 +11,11 @@ from trainer.planning import rules
 from trainer.planning.choose import (
     attention,
     batching,
-    block_homes,
-    fit,
+    fastest_fit,
+    gpus,
     loading,
     optimizers,
-    spread,
+    swap_and_shard,
     switches,
 )
 from trainer.planning.choose.budget import Budget, budget, kept_samples
@@ -36,8 +36,8 @@ class Decided:
 
     situation: Situation
     limit: Budget
-    chosen: fit.Outcome
-    skipped: Sequence[fit.Outcome]
+    chosen: fastest_fit.Outcome
+    skipped: Sequence[fastest_fit.Outcome]
     """Better settings that do not fit."""
     made: Mapping[str, Decision]
     """Decisions that are rows of their own, by feature."""
@@ -52,7 +52,7 @@ class Decided:
     @property
     def how(self) -> str:
         """The storage of the base, and whether blocks are recomputed, in words."""
-        return fit.described(self.chosen.storage)
+        return fastest_fit.described(self.chosen.storage)
 
     def is_better_than(self, other: Decided) -> bool:
         """True if this plan changes the base's precision less, or equally and is clearly faster."""
@@ -98,14 +98,16 @@ def decide(situation: Situation, *, swap: bool) -> Decided:
     rules.require(situation)
     kernel, limit = attention.attention(situation), budget(situation)
     speed = _speed(situation, kernel.value)
-    compiling = switches.compiling(situation, fit.compile_gain(situation, speed), known=speed.known)
+    compiling = switches.compiling(situation, fastest_fit.compile_gain(situation, speed), known=speed.known)
     swap = (
-        swap and situation.config.features.block_swap == "auto" and not block_homes.swap_obstacle(situation)
+        swap
+        and situation.config.features.block_swap == "auto"
+        and not swap_and_shard.swap_obstacle(situation)
     )
-    chosen, skipped = fit.choose(situation, limit, speed, compiled=compiling.value == "on", swap=swap)
-    what = block_homes.no_room(situation, chosen.storage)
+    chosen, skipped = fastest_fit.choose(situation, limit, speed, compiled=compiling.value == "on", swap=swap)
+    what = swap_and_shard.no_room(situation, chosen.storage)
     if what:
-        raise situation.refuse(block_homes.SWAP, what, f"write less, or leave {block_homes.SWAP} out")
+        raise situation.refuse(swap_and_shard.SWAP, what, f"write less, or leave {swap_and_shard.SWAP} out")
     filled = memory.total(chosen.train) / limit.bytes if limit.imposed else 0.0
     made = (
         compiling,
@@ -227,8 +229,8 @@ def _rows(decided: Decided, split: Decision | None, keeping: Decision, disk: Dec
     yield Decision("memory_budget", gib(limit.bytes), limit.source, limit.reason)
     yield situation.type_row
     yield from filter(None, (split,))
-    yield from fit.decisions(situation, chosen, decided.skipped, made["compile"])
-    yield from filter(None, (spread.exchange_row(situation, chosen.storage),))
+    yield from fastest_fit.decisions(situation, chosen, decided.skipped, made["compile"])
+    yield from filter(None, (gpus.exchange_row(situation, chosen.storage),))
     yield made["cuda_graphs"]
     if geometry.captions_vary or geometry.packed:
         yield made["text_padding"]
@@ -241,7 +243,7 @@ def _rows(decided: Decided, split: Decision | None, keeping: Decision, disk: Dec
     yield from decided.variables.rows
     yield keeping
     parts = sum(roofline.usual_parts(chosen.storage, geometry, chosen.storage.attention))
-    beside = spread.travel_counted(situation) if chosen.storage.in_rows else ""
+    beside = gpus.travel_counted(situation) if chosen.storage.in_rows else ""
     yield batching.time_row(situation, decided.step_milliseconds, parts, beside)
     yield from batching.optimizer_rows(situation, decided.optimizer_milliseconds, chosen.storage)
     yield Decision("caching", gib(memory.total(chosen.cache)), "auto", chosen.cache_note)
@@ -252,7 +254,7 @@ def _rows(decided: Decided, split: Decision | None, keeping: Decision, disk: Dec
     yield Decision("sizes", size, "facts", "; ".join(sources))
 
 
-def _disk(situation: Situation, chosen: fit.Outcome) -> tuple[int, Decision]:
+def _disk(situation: Situation, chosen: fastest_fit.Outcome) -> tuple[int, Decision]:
     """Bytes of all checkpoints that exist at one time and of the final files, and their row."""
     config = situation.config
     steps, every = config.train.max_train_steps, config.checkpoint.checkpointing_steps

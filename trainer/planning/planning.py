@@ -24,9 +24,9 @@ from trainer.machine.reading import read_facts
 from trainer.modeling.base.base import is_repository, local_folder
 from trainer.modeling.base.source import prepare
 from trainer.planning.base_check import base_rows, check_base
-from trainer.planning.choose.block_homes import NO_OFFLOAD
 from trainer.planning.choose.loading import disk_of
 from trainer.planning.choose.situation import GeometryOf, Situation
+from trainer.planning.choose.swap_and_shard import NO_OFFLOAD
 from trainer.planning.kept_decisions import continued
 from trainer.planning.plan import Decision, Plan
 from trainer.planning.resolve import resolve

@@ -11,9 +11,9 @@ from typing import Any
 from trainer.config.schema import RunConfig
 from trainer.errors import HardwareError
 from trainer.planning import torch_and_driver
-from trainer.planning.choose import batching, block_homes, spread
+from trainer.planning.choose import batching, gpus, swap_and_shard
 from trainer.planning.choose.budget import least_imposed
-from trainer.planning.choose.fit import DoesNotFitError
+from trainer.planning.choose.fastest_fit import DoesNotFitError
 from trainer.planning.choose.situation import KernelsFailedError, Situation
 from trainer.planning.choose.suggestions import nearest_fits, sentence
 from trainer.planning.decided import Decided, decide, host_bytes, plan_of
@@ -38,10 +38,10 @@ def resolve(machines: Sequence[tuple[Situation, Decision]], changed_by: ChangedB
     `offload` (DISABLE_CPU_OFFLOAD) no weights wait in host memory: ConfigError where a number of blocks was
     written.
     """
-    tried: list[tuple[spread.Spread, HardwareError]] = []
+    tried: list[tuple[gpus.Spread, HardwareError]] = []
     skipped: list[str] = []
     ways: list[_Way] = []
-    for one in spread.spreads(machines):
+    for one in gpus.spreads(machines):
         try:
             rows = torch_and_driver.check(one.situation.facts, one.situation.profile)
             decided, split = _best(_obeying(one.situation, offload=offload))
@@ -82,8 +82,8 @@ def _planned(ways: Sequence[_Way], skipped: Sequence[str]) -> Plan:
         best = way if way.decided.is_preferred_to(best.decided) else best
     worse = [way for way in reversed(ways) if way.spread.kind != best.spread.kind]
     others = {way.spread.kind: way.why_skipped for way in worse}
-    made = spread.row(best.spread, skipped, tuple(others.values()))
-    machines = spread.hosts_row(best.spread.situation)
+    made = gpus.row(best.spread, skipped, tuple(others.values()))
+    machines = gpus.hosts_row(best.spread.situation)
     rows = (best.spread.profile_row, *best.rows, *filter(None, (machines, made)))
     return dataclasses.replace(
         plan_of(best.decided, rows, best.split), hosts=best.spread.situation.hosts.count
@@ -94,7 +94,7 @@ def _planned(ways: Sequence[_Way], skipped: Sequence[str]) -> Plan:
 class _Way:
     """A way to spread the run over the machine, with its decisions."""
 
-    spread: spread.Spread
+    spread: gpus.Spread
     decided: Decided
     rows: Sequence[Decision]
     split: Decision | None
@@ -109,7 +109,7 @@ def _least(error: HardwareError) -> int:
     return error.least_bytes if isinstance(error, DoesNotFitError) else 0
 
 
-def _why_skipped(one: spread.Spread, error: HardwareError) -> str:
+def _why_skipped(one: gpus.Spread, error: HardwareError) -> str:
     count, name = one.situation.ranks, one.situation.facts.gpu.name if one.situation.on_gpu else "CPU"
     if isinstance(error, DoesNotFitError):
         return f"on {count} {name} the run does not fit: it needs {gib(error.least_bytes)} of each at least"
@@ -117,7 +117,7 @@ def _why_skipped(one: spread.Spread, error: HardwareError) -> str:
 
 
 def _obeying(situation: Situation, *, offload: bool) -> Situation:
-    return situation if offload else block_homes.without(situation)
+    return situation if offload else swap_and_shard.without(situation)
 
 
 def _with_nearest(
@@ -135,7 +135,7 @@ def _with_nearest(
     if not offload:
         with contextlib.suppress(DoesNotFitError):
             peak = gib(_parted(situation, swap=True)[0].chosen.peak_bytes)
-            remedy = f"fits without {block_homes.NO_OFFLOAD} ({peak}); {remedy}"
+            remedy = f"fits without {swap_and_shard.NO_OFFLOAD} ({peak}); {remedy}"
     (problem,), taken = error.problems, _taken_bytes(situation, offload=offload)
     if taken:
         total = gib(situation.facts.memory.total_bytes)

@@ -16,10 +16,10 @@ from trainer.config.reading.load import Loaded
 from trainer.config.schema import DataSet
 from trainer.errors import ConfigError, HardwareError
 from trainer.families.family import Family
-from trainer.planning.choose import attention, block_homes, candidates, loading, optimizers, switches
+from trainer.planning.choose import attention, candidates, loading, optimizers, swap_and_shard, switches
 from trainer.planning.choose.situation import Situation
 from trainer.planning.shapes.adapters import needs_whole_base
-from trainer.ways.storages import WAYS
+from trainer.ways.storages import WAYS, multiplied_in
 from trainer.words import extras
 
 
@@ -149,6 +149,16 @@ def _not_in(at: Situation, asked: str) -> str:
     return f"{says}, so they cannot be had in {asked}" if file else ""
 
 
+def _no_product(at: Situation) -> str:
+    way = multiplied_in(at.config.features.compute)
+    return candidates.no_product(at, way) if way else ""
+
+
+def _not_multiplied(at: Situation) -> str:
+    way = multiplied_in(at.config.features.compute)
+    return _not_in(at, way.weights) if way else ""
+
+
 def _no_storage(at: Situation) -> str:
     what = candidates.not_stored(at, replace(candidates.asked_way(at), modulation=""))
     return ": ".join(filter(None, (_stored_in(at)[0], what))) if what else ""
@@ -219,8 +229,8 @@ def _product_remedy(at: Situation) -> str:
 
 
 MACHINE: tuple[Rule[Situation], ...] = (
-    _refused(block_homes.SWAP, block_homes.swap_refused),
-    _refused(block_homes.SHARD, block_homes.shard_refused),
+    _refused(swap_and_shard.SWAP, swap_and_shard.swap_refused),
+    _refused(swap_and_shard.SHARD, swap_and_shard.shard_refused),
     _refused(_BLOCKS, _too_many_blocks, lambda at: f"write {at.geometry.blocks} at most, or true for all"),
     _refused(_TF32, lambda at: at.config.features.tf32 is True and switches.no_tf32(at)),
     _refused(_OPTIMIZER, _no_package,
@@ -235,15 +245,12 @@ MACHINE: tuple[Rule[Situation], ...] = (
     _refused(_COMPILE, lambda at: at.config.features.compile is True and switches.compile_obstacle(at),
              f"install it, or leave {_COMPILE} out"),
     _refused(_SHARE, _no_share),
-    _refused(_COMPUTE,
-             lambda at: at.config.features.compute == "fp8" and candidates.no_product(at, WAYS["fp8"]),
-             _product_remedy),
+    _refused(_COMPUTE, _no_product, _product_remedy),
     _refused(_WEIGHTS,
              lambda at: at.config.features.weights not in ("auto", at.geometry.stored_as)
              and _not_in(at, at.config.features.weights),
              f"leave {_WEIGHTS} out, {_FULL_FILES}"),
-    _refused(_COMPUTE, lambda at: at.config.features.compute == "fp8" and _not_in(at, "fp8"),
-             f"leave {_COMPUTE} out, {_FULL_FILES}"),
+    _refused(_COMPUTE, _not_multiplied, f"leave {_COMPUTE} out, {_FULL_FILES}"),
     _refused("method",
              lambda at: at.config.method == "full" and _stored_in(at)[1]
              and f"{_stored_in(at)[1]}, which cannot be trained",

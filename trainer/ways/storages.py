@@ -1,8 +1,11 @@
 """Ways to store the weights of a base and to multiply with them: one row each, read by every floor.
 
-Predicted memory and time, what `auto` tries in which order, suggestions, the probe's kernels, the words
-of `features` and the layers of `modeling.storage` follow from these rows. A new way is a row here and a layer
-in `modeling.storage.quantize`.
+Predicted memory and time, what `auto` tries in which order, suggestions and the probe's kernels follow from
+these rows; the words of `features` in `config.schema` are held equal to them by a test. A new way for a
+frozen base is a row here. One with a new word in `weights` needs a layer too: a `StoredLinear` in a module of
+`modeling.storage`, and its row in the table `LAYERS` of `modeling.storage.layers`. All ways with the same
+word share it, and it reads `Way.compute`. One with a new word in `compute` is predicted at the rate that the
+probe measures; without a measurement `planning.cost.roofline` knows the peaks of bf16 and FP8 alone.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ class Way:
     weights: str
     """The storage's word in `features.weights` and in plan.json."""
     compute: str = ""
-    """`fp8` where products are in FP8; empty: in the run's type."""
+    """The type of products, a word of `features.compute`: `fp8`; empty: the run's type."""
     copies: int = 1
     """2: weights are stored transposed too, for backward."""
     modulation: str = ""
@@ -182,6 +185,14 @@ def find(weights: str, compute: str = "", copies: int = 1, modulation: str = "")
     words = (weights, "" if compute in VALUE_BYTES else compute, copies, modulation)
     rows = {(way.weights, way.compute, way.copies, way.modulation): way for way in WAYS.values()}
     return rows[words]
+
+
+def multiplied_in(compute: str) -> Way | None:
+    """The first way for a frozen base with products in this word of `features.compute`; None where that means
+    the run's type, or leaves it open.
+    """
+    ways = (way for way in WAYS.values() if way.compute and not way.trains)
+    return next((way for way in ways if way.compute == compute), None)
 
 
 def frozen() -> tuple[str, ...]:

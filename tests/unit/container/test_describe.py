@@ -54,10 +54,10 @@ def test_what_it_can_do(name: str, can: str, lacks: str) -> None:
 def test_what_a_package_or_a_compiler_would_add() -> None:
     found = rows(dataclasses.replace(machine("h200"), packages={}, c_compiler=False))
     assert found["can"] == "train in bf16 and fp16; multiply a frozen base in FP8"
-    assert found["lacks"] == (
-        "int8 (optimum-quanto is not installed); nf4 (bitsandbytes is not installed);"
-        " compiled blocks (no C compiler)"
-    )
+    *packages, compiler = found["lacks"].split("; ")
+    assert {"int8 (optimum-quanto is not installed)", "nf4 (bitsandbytes is not installed)"} <= {*packages}
+    assert all(line.endswith(" is not installed)") for line in packages)
+    assert compiler == "compiled blocks (no C compiler)"
 
 
 def test_what_was_measured() -> None:

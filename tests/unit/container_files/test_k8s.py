@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts.render_k8s import CONFIGS, LEFT_OUT, RULES_SOURCE
+from scripts.render_k8s import CONFIGS, KUSTOMIZATION, LEFT_OUT, RULES_SOURCE, listing
 from scripts.render_k8s import rendered as repeated
 from tests.unit.container_files.k8s_files import (
     BASE,
@@ -358,6 +358,17 @@ def test_repeated_files_are_up_to_date() -> None:
     assert {path: (ROOT / path).read_text() for path in expected} == expected, "python -m scripts.render_k8s"
     listed = load(BASE / "kustomization.yaml")[0]["configMapGenerator"][0]["files"]
     assert sorted(listed) == sorted(f"{CONFIGS.name}/{path.name}" for path in (ROOT / CONFIGS).iterdir())
+
+
+def test_a_new_configuration_is_listed_and_the_rest_of_the_file_is_kept() -> None:
+    text = (ROOT / KUSTOMIZATION).read_text()
+    names = [path.name for path in sorted((ROOT / CONFIGS).iterdir())]
+    written = listing(text, [*names, "zz_full.yaml"])
+    last = f"      - {CONFIGS.name}/{names[-1]}\n"
+    assert written == text.replace(last, f"{last}      - {CONFIGS.name}/zz_full.yaml\n")
+    assert listing(written, names) == text
+    with pytest.raises(SystemExit, match="one list of"):
+        listing("resources: [job.yaml]\n", names)
 
 
 def test_a_cluster_has_the_rules_about_runs() -> None:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from tests.unit.data.pictures import bomb, encoded, picture, scan, write_pair, write_rows
 from trainer.config.schema import DataSet
-from trainer.data.captions import MAX_CAPTION_BYTES
+from trainer.data.caption_text import MAX_CAPTION_BYTES
 from trainer.data.records import Scan
 from trainer.data.sets import listing
 from trainer.data.sets.scan import scan_images

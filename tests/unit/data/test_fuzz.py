@@ -14,9 +14,9 @@ from PIL import Image
 
 from tests.unit.data.pictures import encoded
 from trainer.config.schema import DataSet
-from trainer.data.captions import read_sidecar
+from trainer.data.caption_text import read_sidecar
 from trainer.data.pictures.images import measure, read_image, read_mask
-from trainer.data.sets.metadata import read_metadata
+from trainer.data.sets.metadata_files import read_metadata
 from trainer.data.sets.scan import scan_images
 from trainer.errors import DataError, TrainerError
 

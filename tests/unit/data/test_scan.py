@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.unit.data.pictures import encoded, picture, scan, write_pair, write_rows
 from trainer.config.schema import DataSet
-from trainer.data.captions import clean_caption, with_trigger_word
+from trainer.data.caption_text import clean_caption, with_trigger_word
 from trainer.data.leftout import MAX_PROBLEMS_SHOWN
 from trainer.data.sets.scan import scan_images
 from trainer.errors import DataError, StoppedError

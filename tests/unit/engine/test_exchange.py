@@ -9,7 +9,7 @@ from tests.ranks import Workers
 from trainer.config.schema import TrainSection
 from trainer.engine.optimizing.exchange import Exchange, SlowRanks, Told, agree
 from trainer.engine.optimizing.fp32_masters import FlatGradients
-from trainer.engine.optimizing.optimizer import Updater
+from trainer.engine.optimizing.updater import Updater
 from trainer.engine.ranks import Ranks
 
 VALUES = 1003

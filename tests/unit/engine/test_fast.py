@@ -14,7 +14,7 @@ from trainer.engine.building.fast import move_plain_tensors
 from trainer.engine.building.fp8 import prove_fp8
 from trainer.engine.context import Context
 from trainer.errors import HardwareError
-from trainer.modeling.storage.row_quantized import RowScaledLinear
+from trainer.modeling.storage.row_scaled import RowScaledLinear
 
 
 class Table(torch.nn.Module):

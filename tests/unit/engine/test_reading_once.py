@@ -45,7 +45,7 @@ def loaded(ranks: Ranks, base: Path, weights: str, parted: tuple[str, ...]) -> L
 
     from tests.unit.modeling.test_load import KEEP
     from trainer.modeling.base.load import Readers, build_structure, fill_structure
-    from trainer.modeling.storage.quantize import replacer
+    from trainer.modeling.storage.layers import replacer
     from trainer.ways.storages import find
 
     asked: dict[str, int] = {}

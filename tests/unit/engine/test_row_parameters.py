@@ -9,7 +9,7 @@ import torch
 
 from tests.ranks import Workers
 from trainer.config.schema import TrainSection
-from trainer.engine.optimizing.optimizer import Updater
+from trainer.engine.optimizing.updater import Updater
 from trainer.engine.ranks import ALONE, Ranks
 from trainer.modeling.blocks.recompute import recompute_blocks
 from trainer.modeling.rows import Rows

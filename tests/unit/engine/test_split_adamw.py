@@ -10,7 +10,6 @@ import torch
 
 from trainer.config.schema import TrainSection
 from trainer.engine.optimizing.one_launch import parts_of
-from trainer.engine.optimizing.optimizer import Updater
 from trainer.engine.optimizing.optimizers import build_split
 from trainer.engine.optimizing.split_adamw import (
     decoded_first,
@@ -23,6 +22,7 @@ from trainer.engine.optimizing.split_adamw import (
     seed_of,
     split,
 )
+from trainer.engine.optimizing.updater import Updater
 
 SIZE = 16 * 1024
 RATE = 1e-5

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainer.config.schema import TrainSection
-from trainer.engine.optimizing.optimizer import Updater
+from trainer.engine.optimizing.updater import Updater
 from trainer.engine.ranks import ALONE
 from trainer.engine.records import checkpoint
 from trainer.engine.training import state

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.modeling.storage.fp8 import LEAST, MOST, padded_rows, quantize_rows, unpack_rows
 from trainer.modeling.storage.fp8_gradient import QuantizedGradient, quantize_gradient
+from trainer.modeling.storage.fp8_product import LEAST, MOST, padded_rows, quantize_rows, unpack_rows
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from trainer.families.qwen_image import QWEN_IMAGE
 from trainer.families.values import Batch, Draw, Shape
 from trainer.modeling.adapter import lora
 from trainer.modeling.attention.packed_rows import set_packed_attention
-from trainer.modeling.storage.row_quantized import takes_fp8
+from trainer.modeling.storage.row_scaled import takes_fp8
 
 Storage = Literal["plain", "int8", "nf4", "fp8", "fp8_two_copies"]
 

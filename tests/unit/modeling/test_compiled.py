@@ -19,7 +19,7 @@ from trainer.modeling.blocks import compiled
 from trainer.modeling.blocks.compiled import compile_blocks, eager, graphs_compiled
 from trainer.modeling.blocks.recompute import recompute_blocks, repeated_blocks
 from trainer.modeling.fused.norms import fuse_head_norms
-from trainer.modeling.storage import fp8
+from trainer.modeling.storage import fp8_product
 
 # two blocks of one kind and three of the other
 DEPTH = {"num_layers": 2, "num_single_layers": 3}
@@ -68,11 +68,11 @@ def test_compiled_blocks_compute_what_eager_ones_do(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiling makes one graph per kind and direction, not one per block; a later step compiles nothing."""
-    monkeypatch.setattr(fp8, "_kept_ones", {})
+    monkeypatch.setattr(fp8_product, "_kept_ones", {})
     plain = case("flux1_dev", storage=storage, changes=DEPTH)
     join_siblings(plain.model, plain.predict)
     wanted_output, wanted = plain.gradients()
-    fp8.keep_ones("cpu")  # what eager blocks make anew
+    fp8_product.keep_ones("cpu")  # what eager blocks make anew
     before = graphs_compiled()
     made = fast(storage, depth=DEPTH)
     for _ in range(2):

@@ -27,7 +27,7 @@ from trainer.errors import AccessError
 from trainer.modeling.base.load import build_structure, fill_structure, load_component
 from trainer.modeling.base.source import ModelSource, fingerprint
 from trainer.modeling.base.structure import Structure
-from trainer.modeling.storage.quantize import count_quantized
+from trainer.modeling.storage.layers import count_quantized
 from trainer.planning.shapes.geometry import fp32_parameters, linear_weights, quantized_linears
 from trainer.ways.storages import ENCODERS_FP32_IN_FP16, ENCODERS_KEEP
 

@@ -24,8 +24,8 @@ from trainer.modeling.fused.feedforward import (
     gelu_quantize_rows,
 )
 from trainer.modeling.fused.norms import fuse_head_norms
-from trainer.modeling.storage.fp8 import quantize_rows
-from trainer.modeling.storage.row_quantized import RowScaledLinear
+from trainer.modeling.storage.fp8_product import quantize_rows
+from trainer.modeling.storage.row_scaled import RowScaledLinear
 
 WIDTH, INNER = 32, 96
 DTYPES = [torch.float32, torch.bfloat16]

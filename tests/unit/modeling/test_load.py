@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.stored_nf4 import stored_state
-from tests.unit.modeling.test_quantize import CONFIG
+from tests.unit.modeling.test_layers import CONFIG
 from trainer.errors import AccessError, ConfigError
 from trainer.files.component_shapes import header_shapes, packed_size
 from trainer.files.weight_files import weight_files
@@ -24,7 +24,7 @@ from trainer.modeling.base.load import build_structure, fill_structure
 from trainer.modeling.base.source import ModelSource
 from trainer.modeling.base.structure import Structure
 from trainer.modeling.blocks.recompute import recompute_blocks, repeated_blocks
-from trainer.modeling.storage.quantize import Replace, count_quantized, replacer
+from trainer.modeling.storage.layers import Replace, count_quantized, replacer
 from trainer.ways.storages import find
 
 INDEX = "model.safetensors.index.json"

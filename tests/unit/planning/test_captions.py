@@ -11,7 +11,7 @@ from tests.unit.planning.conftest import machine
 from tests.unit.planning.test_resolve import Config, plan, row
 from trainer.errors import HardwareError
 from trainer.families import get, names
-from trainer.modeling.storage.fp8 import ROW_MULTIPLE
+from trainer.modeling.storage.fp8_product import ROW_MULTIPLE
 from trainer.planning.shapes.geometry import Geometry
 from trainer.planning.shapes.mix import padded_length, padded_row
 from trainer.planning.shapes.run_shapes import _CAPTION_TOKENS, run_geometry

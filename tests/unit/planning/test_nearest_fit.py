@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.planning.test_resolve import Config
 from trainer.config.schema import DataSet, RunConfig, changed
-from trainer.planning.choose.fit import DoesNotFitError
+from trainer.planning.choose.fastest_fit import DoesNotFitError
 from trainer.planning.choose.suggestions import nearest_fits, sentence
 
 

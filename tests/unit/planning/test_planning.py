@@ -181,7 +181,7 @@ def test_packed_parameters_are_those_that_are_quantised(
     import torch
     from diffusers import FluxTransformer2DModel
 
-    from trainer.modeling.storage.quantize import replacer
+    from trainer.modeling.storage.layers import replacer
 
     geometry = run_geometry(FLUX, config(), model_folder=tiny_flux1_dev, dtype="fp32")
     model = FluxTransformer2DModel.from_pretrained(tiny_flux1_dev / "transformer")

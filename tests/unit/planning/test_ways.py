@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
 
+from tests.unit.house.sources import ROOT
 from tests.unit.planning.conftest import GIB, machine
 from tests.unit.planning.test_memory import rows, storage
 from tests.unit.planning.test_resolve import Config, alone, plan, row, situated, small
@@ -17,7 +21,7 @@ from trainer.errors import HardwareError
 from trainer.files import codec
 from trainer.machine.facts import Facts, KernelVerdict
 from trainer.machine.profiles import PROFILES
-from trainer.modeling.storage import quantize
+from trainer.modeling.storage import layers
 from trainer.modeling.storage.stored import StoredLinear
 from trainer.planning.choose import encoding
 from trainer.planning.plan import Plan
@@ -51,7 +55,7 @@ def int4(monkeypatch: pytest.MonkeyPatch) -> Way:
     """The made-up row among the others, and its layer."""
     monkeypatch.setitem(WAYS, "int4", INT4)
     monkeypatch.setitem(WAYS, "bf16", dataclasses.replace(WAYS["bf16"], smaller=("int4",)))
-    monkeypatch.setitem(quantize.LAYERS, "int4", Int4Linear)
+    monkeypatch.setitem(layers.LAYERS, "int4", Int4Linear)
     return INT4
 
 
@@ -75,12 +79,88 @@ def test_the_schemas_words_are_the_tables() -> None:
     assert words("attention") == {"auto", *KERNELS}
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "train_configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_comments_of_shipped_configurations_name_all_words(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    for key, table in (("attention", {*KERNELS}), ("weights", {*frozen()})):
+        found = [line for line in lines if line.startswith(f"  # {key}: ")]
+        assert not [(key, table - named(line)) for line in found if not table <= named(line)]
+
+
+def test_the_schemas_descriptions_name_all_words() -> None:
+    schema = json.loads((ROOT / "train_configs/schema.json").read_text())
+    fields = schema["definitions"]["FeaturesSection"]["properties"]
+    assert {*frozen()} <= named(fields["weights"]["description"])
+    packages = {name for name, kernel in KERNELS.items() if kernel.package}
+    assert packages <= named(fields["attention"]["description"])
+
+
+def named(text: str) -> set[str]:
+    """The words of a text, with those that "flash_attn_2 to 4" and "flash_attn_2 (to 4)" leave out."""
+    ranges = re.findall(r"(\w+_)(\d) \(?to (\d)", text)
+    between = {f"{name}{n}" for name, first, last in ranges for n in range(int(first), int(last) + 1)}
+    return {*re.findall(r"\w+", text)} | between
+
+
 def test_every_frozen_storage_has_a_layer_and_less_bytes_than_what_trains() -> None:
-    assert set(quantize.LAYERS) == set(frozen()) >= {"int8", "nf4", "fp8"}
+    assert set(layers.LAYERS) == set(frozen()) >= {"int8", "nf4", "fp8"}
     for way in WAYS.values():
         assert find(way.weights, way.compute, way.copies, way.modulation) is way
         assert way.trains == (way.bits > 8 or way.method == "full")
         assert all(WAYS[word].bits < way.bits or way.copies for word in way.smaller)
+
+
+def test_every_frozen_storage_can_be_had_where_nothing_multiplies_in_its_type() -> None:
+    """Else a user who writes the storage is refused on such a machine."""
+    beside = {(way.weights, way.modulation) for way in WAYS.values() if not way.trains and way.compute}
+    unpacked = {(way.weights, way.modulation) for way in WAYS.values() if not way.trains and not way.compute}
+    assert {weights for weights, _ in unpacked} == set(frozen())
+    assert beside <= unpacked
+
+
+def test_a_storage_that_is_never_unpacked_is_refused_where_nothing_multiplies_in_its_type(
+    config: Config, geometry: Geometry, int4: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(WAYS, "int4", dataclasses.replace(int4, compute="fp4", package=""))
+    asked = changed(config(), {"features.weights": "int4"})
+    told = r"features\.weights: int4 has no way without products in FP4: a CPU has no FP4 units"
+    with pytest.raises(HardwareError, match=told) as caught:
+        plan(asked, machine("cpu"), geometry)
+    assert caught.value.problems[0].remedy == "leave features.weights out"
+    told = r"int4 has no way without products in FP4: features\.compute is bf16"
+    with pytest.raises(HardwareError, match=told):
+        plan(changed(asked, {"features.compute": "bf16"}), machine("rtx-4090"), geometry)
+
+
+def test_a_row_with_products_in_its_own_type_is_chosen_by_what_the_probe_saw_of_them(
+    config: Config, geometry: Geometry, int4: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiplied = dataclasses.replace(int4, name="int4 multiplied", compute="int4", package="")
+    unpacked = dataclasses.replace(int4, name="int4 unpacked", package="", verdict="")
+    monkeypatch.delitem(WAYS, "int4")
+    monkeypatch.setitem(WAYS, "int4 multiplied", multiplied)
+    monkeypatch.setitem(WAYS, "int4 unpacked", unpacked)
+    packed = Linears(parameters=GIB, rows=1000, largest=GIB // 8)
+    sizes = dataclasses.replace(geometry, quantized=packed)
+
+    def chosen(milliseconds: float | None) -> Plan:
+        verdict = KernelVerdict(
+            kernel="matmul.bf16",
+            shape_class=geometry.matmul_shape_class,
+            works=True,
+            milliseconds=1.0,
+            relative_error=None,
+            reason="measured",
+        )
+        works = milliseconds is not None
+        own = dataclasses.replace(verdict, kernel="matmul.int4", works=works, milliseconds=milliseconds)
+        facts = dataclasses.replace(machine("h200"), verdicts=(verdict, own))
+        return plan(changed(config(), {"features.weights": "int4"}), facts, sizes)
+
+    fast, failing = chosen(0.4), chosen(None)
+    assert (fast.way, failing.way) == (multiplied, unpacked)
+    assert "int4 transposed" in {row.name for row in fast.train_memory}
+    assert fast.step_milliseconds < chosen(0.8).step_milliseconds
 
 
 def test_a_row_is_offered_priced_and_written_down(config: Config, geometry: Geometry, int4: Way) -> None:
@@ -156,11 +236,11 @@ def test_a_row_is_for_text_encoders_too(geometry: Geometry, int4: Way) -> None:
 
 
 def test_the_models_layers_are_those_of_the_row(int4: Way) -> None:
-    replace = quantize.replacer(int4, (r"proj_out",))
+    replace = layers.replacer(int4, (r"proj_out",))
     assert replace is not None
     layer = replace("to_q", torch.nn.Linear(8, 8))
     assert isinstance(layer, Int4Linear) and replace("proj_out", torch.nn.Linear(8, 8)) is None
-    assert quantize.count_quantized(torch.nn.Sequential(layer, torch.nn.Linear(8, 8)), "int4") == (1, 1)
+    assert layers.count_quantized(torch.nn.Sequential(layer, torch.nn.Linear(8, 8)), "int4") == (1, 1)
 
 
 @pytest.fixture

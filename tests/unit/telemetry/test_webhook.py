@@ -22,7 +22,7 @@ from trainer.config import environment
 from trainer.errors import ConfigError, Problem
 from trainer.telemetry.run_folder import process
 from trainer.telemetry.status import Phase, StatusWriter, read_status
-from trainer.telemetry.supervising import ending, webhook
+from trainer.telemetry.supervising import record_end, webhook
 from trainer.telemetry.supervising.webhook import Webhook, WebhookError, configured, is_public, send
 
 SECRET = "T0/B0/not-to-be-shown"
@@ -268,7 +268,7 @@ def ended(tmp_path: Path, hook: Webhook | None, code: int) -> tuple[Path, Path]:
     run_dir, runtime = tmp_path / "my-lora", tmp_path / "runtime"
     run_dir.mkdir()
     StatusWriter(runtime).beat(Phase.TRAIN, step=12, total=40)
-    ending.record_and_tell(run_dir, runtime, hook, code, "")
+    record_end.record_and_tell(run_dir, runtime, hook, code, "")
     return run_dir, runtime
 
 
@@ -296,19 +296,19 @@ def test_a_good_end_tells_all_its_steps(tmp_path: Path) -> None:
     """By beats as a run gives them: pictures before, a save without their total, an end without a step."""
     writer = StatusWriter(tmp_path)
     writer.beat(Phase.CACHE, step=3, total=7)
-    assert ending.body(tmp_path, 0, "", (), read_status(tmp_path))["step"] is None
+    assert record_end.body(tmp_path, 0, "", (), read_status(tmp_path))["step"] is None
     writer.beat(Phase.TRAIN, step=40, total=40)
     for phase, step in ((Phase.SAVE, 40), (Phase.PREVIEW, None), (Phase.SAVE, None), (Phase.DONE, None)):
         writer.beat(phase, step=step)
-    told = ending.body(tmp_path, 0, "", (), read_status(tmp_path))
+    told = record_end.body(tmp_path, 0, "", (), read_status(tmp_path))
     assert (told["step"], told["steps"]) == (40, 40)
 
 
 def test_a_clock_that_was_set_back_gives_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     StatusWriter(tmp_path).beat(Phase.TRAIN, step=40, total=40)
     now = time.time()
-    monkeypatch.setattr(ending.time, "time", lambda: now - 6 * 3600)
-    assert ending.body(tmp_path, 0, "", (), read_status(tmp_path))["seconds"] is None
+    monkeypatch.setattr(record_end.time, "time", lambda: now - 6 * 3600)
+    assert record_end.body(tmp_path, 0, "", (), read_status(tmp_path))["seconds"] is None
 
 
 def test_a_receiver_that_is_not_there_changes_nothing(

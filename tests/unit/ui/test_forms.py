@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from trainer import families
 from trainer.config import fields
 from trainer.config.reading import layers
 from trainer.config.reading.load import from_layers
@@ -120,7 +121,7 @@ def test_a_construct_without_an_input_is_found(node: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("key", "kind", "words", "low", "high"),
     [
-        ("family", "choice", 10, None, None),
+        ("family", "choice", len(families.names()), None, None),
         ("train.seed", "number", 0, 0, 2**32),
         ("lora.dropout", "number", 0, 0, 1),
         ("features.compile", "choice", 3, None, None),

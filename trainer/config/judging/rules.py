@@ -11,7 +11,7 @@ from trainer.config.judging import path_rules, set_rules, validation_rules
 from trainer.config.judging.rule import Clash, Context, Rule
 from trainer.config.judging.validation_rules import validates
 from trainer.config.schema import RunConfig
-from trainer.ways.storages import frozen
+from trainer.ways.storages import frozen, multiplied_in
 from trainer.words.near import did_you_mean
 
 _SINGLE_FILES = (".safetensors", ".ckpt", ".gguf", ".pt", ".bin")
@@ -267,7 +267,7 @@ RULES: tuple[Rule[Context], ...] = (
          "`lora.type: {lora.type}` contradicts {=features.weights}: its file could not be proved",
          "remove one of them", at=("lora.type", "features.weights")),
     Rule(("lora.type", "features.weights", "method", "lora.dropout", "features.compute"),
-         lambda at: _other_adapter(at) and at.config.features.compute == "fp8",
+         lambda at: _other_adapter(at) and multiplied_in(at.config.features.compute) is not None,
          "`lora.type: {lora.type}` contradicts {=features.compute}: its file could not be proved",
          "remove one of them", at=("lora.type", "features.compute")),
     Rule(("lora.dropout", "lora.type", "method", "features.weights", "features.compute"),

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.data.captions import TextError, decode_text
+from trainer.data.caption_text import TextError, decode_text
 from trainer.data.conversations.formats import Layout, Tags, layout_of_columns
 from trainer.errors import DataError
 from trainer.words.near import did_you_mean

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.data.captions import TextError, decode_text, parse_json
+from trainer.data.caption_text import TextError, decode_text, parse_json
 from trainer.data.conversations.formats import LAYOUTS, OPENAI, Layout
 from trainer.errors import ConfigError, DataError
 from trainer.words import extras

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.data.captions import TextError
+from trainer.data.caption_text import TextError
 
 Messages = list[dict[str, str]]
 """A conversation in our form: {"role", "content"} by message, roles of `ROLES`."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.data.sets.listing import Listing, list_folder, problems_apart_from_names
-from trainer.data.sets.metadata import METADATA_NAME, Metadata, read_metadata
+from trainer.data.sets.metadata_files import METADATA_NAME, Metadata, read_metadata
 from trainer.errors import Problem
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.data.captions import encodable
+from trainer.data.caption_text import encodable
 from trainer.data.pictures.formats import FORMATS_TEXT, SUFFIXES
-from trainer.data.sets.metadata import METADATA_NAMES, one_form
+from trainer.data.sets.metadata_files import METADATA_NAMES, one_form
 from trainer.errors import Problem
 
 # left by systems and other programs, never meant as samples; hidden files and folders are passed over too

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from trainer.config.schema import DataSet, ValidationSection
-from trainer.data.captions import read_sidecar, with_trigger_word
+from trainer.data.caption_text import read_sidecar, with_trigger_word
 from trainer.data.leftout import capped, list_left_out, nothing_left
 from trainer.data.pictures.buckets import buckets, nearest_bucket
 from trainer.data.pictures.images import Measured
@@ -20,7 +20,7 @@ from trainer.data.records import ImageRecord, LeftOut, Mask, Scan
 from trainer.data.sets import notices
 from trainer.data.sets.controls import its_own, pair_stems, read_set, set_folders
 from trainer.data.sets.listing import Listing
-from trainer.data.sets.metadata import METADATA_NAMES, Metadata, one_form
+from trainer.data.sets.metadata_files import METADATA_NAMES, Metadata, one_form
 from trainer.errors import DataError, Problem
 
 _ASPECT_TOLERANCE = 0.01

@@ -20,7 +20,7 @@ from trainer.engine.building.fp8 import prove_fp8, rows_in_fp8, train_in_fp8
 from trainer.engine.building.model import Model
 from trainer.engine.building.staged import absent, devices, file_readers, with_staged_blocks
 from trainer.engine.context import Context
-from trainer.engine.optimizing.optimizer import Updater
+from trainer.engine.optimizing.updater import Updater
 from trainer.modeling.adapter import lora
 from trainer.modeling.adapter.start_from import start_from
 from trainer.modeling.adapter.targets import target_pattern
@@ -29,7 +29,7 @@ from trainer.modeling.attention.text_lengths import TextReader
 from trainer.modeling.base.load import build_structure, fill_structure
 from trainer.modeling.blocks.recompute import has_dropout, recompute_blocks, repeated_blocks
 from trainer.modeling.storage.joined_trained import follow_weights
-from trainer.modeling.storage.quantize import count_quantized, replacer
+from trainer.modeling.storage.layers import count_quantized, replacer
 from trainer.modeling.storage.staging import Staged
 from trainer.telemetry.progress import progress
 from trainer.telemetry.status import Phase

@@ -12,7 +12,7 @@ from trainer.engine.building.fast import join_linears, small_batch, small_forwar
 from trainer.engine.building.model import Model
 from trainer.engine.context import Context
 from trainer.errors import ConfigError, HardwareError
-from trainer.modeling.storage.fp8 import keep_ones
+from trainer.modeling.storage.fp8_product import keep_ones
 from trainer.modeling.storage.fp8_trained import (
     Fp8TrainedLinear,
     WeightGradient,
@@ -27,7 +27,7 @@ def prove_fp8(context: Context, model: Any) -> str:
 
     Raises HardwareError where a layer's product ran in another type: the plan would say FP8 and the run not.
     """
-    from trainer.modeling.storage.row_quantized import RowScaledLinear
+    from trainer.modeling.storage.row_scaled import RowScaledLinear
 
     keep_ones(context.device)
     run = small_forward(context, model)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainer.engine.meeting.ends import await_heard, end_of, say_end
+from trainer.engine.meeting.ended_early import await_heard, end_of, say_end
 from trainer.errors import ConfigError, LostError, Problem, TrainerError
 from trainer.telemetry.status import BUDGET_SECONDS, Phase
 

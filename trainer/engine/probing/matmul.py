@@ -11,7 +11,7 @@ import torch
 
 from trainer.engine.probing.attention import median_milliseconds, relative_error
 from trainer.engine.probing.child import Measured
-from trainer.ways.storages import find
+from trainer.ways.storages import WAYS
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 _REFERENCE_ROWS = 1024
@@ -71,28 +71,20 @@ def _linear(kernel: str, weight: torch.Tensor) -> Linear:
     """The product with `weight` as the run computes it."""
     if kernel == "bf16":
         return lambda inputs: torch.nn.functional.linear(inputs, weight)
-    if kernel == "fp8":
-        return _fp8(weight)
-    from trainer.modeling.storage.quantize import replacer
+    from trainer.modeling.storage.layers import replacer
     from trainer.modeling.vision import make_torchvision_importable
 
     make_torchvision_importable()  # the libraries that store int8 and nf4 import transformers
-    way, (rows, columns) = find(kernel), weight.shape
+    # with the copy for backward where the storage has one
+    way = next(way for way in WAYS.values() if way.verdict == f"matmul.{kernel}")
+    rows, columns = weight.shape
     replace = replacer(way, ())
     assert replace is not None, f"{kernel} is no storage of frozen weights"
     stored = replace("linear", torch.nn.Linear(columns, rows, bias=False, device="meta"))
     assert stored is not None
     stored.quantize(weight)
-    # bitsandbytes has kernels of its own; int8 values are unpacked by a kernel that the compiler makes
-    return stored if len({*way.unpack_traffic}) == 1 else _compiled(stored, weight)
-
-
-def _fp8(weight: torch.Tensor) -> Linear:
-    from trainer.modeling.storage.fp8 import fp8_linear, quantize_rows
-
-    values, scale = quantize_rows(weight)
-    transposed = values.view(torch.uint8).t().contiguous().view(values.dtype)
-    return lambda inputs: fp8_linear(inputs, values, scale, None, transposed)
+    # bitsandbytes and FP8 have kernels of their own; int8 values are unpacked by one that the compiler makes
+    return stored if way.compute or len({*way.unpack_traffic}) == 1 else _compiled(stored, weight)
 
 
 def _compiled(linear: Linear, weight: torch.Tensor) -> Linear:

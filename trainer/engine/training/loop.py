@@ -13,8 +13,8 @@ from trainer.engine.building.build import Built
 from trainer.engine.building.fast import uncompiled
 from trainer.engine.caching.batches import to_device
 from trainer.engine.context import Context
-from trainer.engine.optimizing.optimizer import FLOOR, HostFlag
 from trainer.engine.optimizing.schedule import learning_rate
+from trainer.engine.optimizing.updater import FLOOR, HostFlag
 from trainer.engine.records import checkpoint
 from trainer.engine.training import orders, rounds, together
 from trainer.engine.training.feed import Fed, feed

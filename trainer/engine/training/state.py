@@ -15,16 +15,16 @@ from trainer.engine.building.build import Built
 from trainer.engine.caching.entries import Entries
 from trainer.engine.context import Context
 from trainer.engine.optimizing.exchange import SlowRanks, Stopwatch
-from trainer.engine.optimizing.optimizer import HostFlag, Updater
+from trainer.engine.optimizing.updater import HostFlag, Updater
 from trainer.engine.records import checkpoint
 from trainer.engine.records.early_stop import Patience
 from trainer.engine.records.journal import Journal
 from trainer.engine.records.resume import Start
 from trainer.engine.results.checkpoint_lora import write_step_lora
 from trainer.engine.scoring.score import Scorer
+from trainer.engine.training.flops import Counter
 from trainer.engine.training.graphs import Graphs
 from trainer.engine.training.held_out import HeldOut
-from trainer.engine.training.work import Counter
 from trainer.errors import DataError, TrainerError
 from trainer.telemetry.control import Order
 from trainer.telemetry.status import Phase

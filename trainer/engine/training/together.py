@@ -15,7 +15,7 @@ import torch
 from trainer.engine.context import Context
 from trainer.engine.optimizing import exchange
 from trainer.engine.optimizing.exchange import Told
-from trainer.engine.optimizing.optimizer import HostFlag
+from trainer.engine.optimizing.updater import HostFlag
 from trainer.engine.training import orders
 from trainer.engine.training.feed import Fed
 from trainer.engine.training.state import State, Work

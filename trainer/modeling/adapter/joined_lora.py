@@ -17,7 +17,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from trainer.modeling.adapter.lora import ADAPTER
 from trainer.modeling.adapter.low_rank import add_low_rank
 from trainer.modeling.blocks.same_input import Group, become_members, in_one, same_inputs
-from trainer.modeling.storage.row_quantized import RowScaledLinear, row_scaled
+from trainer.modeling.storage.row_scaled import RowScaledLinear, row_scaled
 
 # buffers of a group's first layer
 _JOINT = ("joint_weight", "joint_bias", "joint_scale", "joint_transposed")

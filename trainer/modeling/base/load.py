@@ -24,8 +24,8 @@ from trainer.modeling.base.random_weights import Absent, draw, random_module
 from trainer.modeling.base.reading import Shard, ShardReader
 from trainer.modeling.base.source import ModelSource
 from trainer.modeling.base.structure import Structure, built_empty, tied
+from trainer.modeling.storage.layers import Replace, count_quantized, replacer
 from trainer.modeling.storage.nf4 import Nf4Linear
-from trainer.modeling.storage.quantize import Replace, count_quantized, replacer
 from trainer.ways.storages import ENCODERS_KEEP, WAYS
 
 

@@ -17,8 +17,8 @@ from diffusers.models.attention import FeedForward
 from diffusers.models.normalization import AdaLayerNormZeroSingle
 
 from trainer.modeling.blocks.recompute import give_base
-from trainer.modeling.storage import fp8
-from trainer.modeling.storage.row_quantized import VALUES, RowScaledLinear
+from trainer.modeling.storage import fp8_product
+from trainer.modeling.storage.row_scaled import VALUES, RowScaledLinear
 
 if torch.version.cuda is not None:
     from trainer.modeling.triton import fp8_rows
@@ -28,35 +28,43 @@ _SINGLE_STREAM = {"norm", "attn", "proj_mlp", "act_mlp", "proj_out"}
 
 
 def gelu_quantize_rows(left: torch.Tensor | None, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[left, gelu(values)] as e4m3 (rows, L + N) with an fp32 scale (rows, 1), see `fp8.quantize_rows`.
+    """[left, gelu(values)] as e4m3 (rows, L + N) with an fp32 scale (rows, 1), as `quantize_rows` gives them.
 
     left (rows, L) or None, values (rows, N), of one type. GELU is the tanh approximation, computed in fp32
     and rounded to that type first. The results are padded for a product, as there.
     """
     if values.device.type != "cpu":
         beside = None if left is None else _rows_in_memory(left)
-        rows = fp8.padded_rows(values.shape[0])
+        rows = fp8_product.padded_rows(values.shape[0])
         return fp8_rows.quantize_rows(
-            _rows_in_memory(values), beside, None, "gelu", fp8.MOST, fp8.LEAST, rows
+            _rows_in_memory(values), beside, None, "gelu", fp8_product.MOST, fp8_product.LEAST, rows
         )
     active = torch.nn.functional.gelu(values, approximate="tanh")
-    return fp8.quantize_rows(active if left is None else torch.cat([left, active], dim=1))
+    return fp8_product.quantize_rows(active if left is None else torch.cat([left, active], dim=1))
 
 
 def gelu_backward_quantize_rows(
     gradient: torch.Tensor, values: torch.Tensor, column_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """gradient * gelu'(values) * column_scale as e4m3 with a scale a row, see `fp8.quantize_rows`.
+    """gradient * gelu'(values) * column_scale as e4m3 with a scale a row, see `fp8_product.quantize_rows`.
 
     gradient and values (rows, N) of one type, to which the first product is rounded; column_scale (N,) fp32.
     The results are padded for a product, as there.
     """
     if values.device.type != "cpu":
-        given, rows = _rows_in_memory(gradient), fp8.padded_rows(values.shape[0])
+        given, rows = _rows_in_memory(gradient), fp8_product.padded_rows(values.shape[0])
         return fp8_rows.quantize_rows(
-            _rows_in_memory(values), given, column_scale, "gelu_backward", fp8.MOST, fp8.LEAST, rows
+            _rows_in_memory(values),
+            given,
+            column_scale,
+            "gelu_backward",
+            fp8_product.MOST,
+            fp8_product.LEAST,
+            rows,
         )
-    return fp8.quantize_rows(torch.ops.aten.gelu_backward(gradient, values, approximate="tanh"), column_scale)
+    return fp8_product.quantize_rows(
+        torch.ops.aten.gelu_backward(gradient, values, approximate="tanh"), column_scale
+    )
 
 
 def _rows_in_memory(matrix: torch.Tensor) -> torch.Tensor:
@@ -80,7 +88,7 @@ def fp8_feed_forward(
 def _stored(
     layer: RowScaledLinear,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Weight, scale, bias and transposed copy, as `fp8.fp8_linear` takes them."""
+    """Weight, scale, bias and transposed copy, as `fp8_product.fp8_linear` takes them."""
     kind = VALUES[layer.kind]
     copy = None if layer.transposed is None else layer.transposed.view(kind)
     return layer.weight.view(kind), layer.weight_scale, layer.bias, copy
@@ -102,28 +110,30 @@ class _FeedForward(torch.autograd.Function):
         down_transposed: torch.Tensor | None,
     ) -> torch.Tensor:
         rows, dtype = inputs.shape[0], inputs.dtype
-        quantized, row_scale = fp8.quantize_rows(inputs, pad=True)
-        values = fp8.multiply(quantized, row_scale, up.t(), up_scale.t(), up_bias, dtype, rows=rows)
+        quantized, row_scale = fp8_product.quantize_rows(inputs, pad=True)
+        values = fp8_product.multiply(quantized, row_scale, up.t(), up_scale.t(), up_bias, dtype, rows=rows)
         ctx.width = 0 if left is None else left.shape[1]
         ctx.is_transposed = up_transposed is not None, down_transposed is not None
         up_kept = up if up_transposed is None else up_transposed
         down_kept = down if down_transposed is None else down_transposed
         ctx.save_for_backward(values, up_kept, up_scale, down_kept, down_scale)
         quantized, row_scale = gelu_quantize_rows(left, values)
-        return fp8.multiply(quantized, row_scale, down.t(), down_scale.t(), down_bias, dtype, rows=rows)
+        return fp8_product.multiply(
+            quantized, row_scale, down.t(), down_scale.t(), down_bias, dtype, rows=rows
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         values, up, up_scale, down, down_scale = ctx.saved_tensors
         up_transposed, down_transposed = ctx.is_transposed
         rows, dtype = gradient.shape[0], gradient.dtype
-        quantized, row_scale = fp8.quantize_rows(gradient, down_scale.view(-1), pad=True)
-        hidden = fp8.times_weight(
+        quantized, row_scale = fp8_product.quantize_rows(gradient, down_scale.view(-1), pad=True)
+        hidden = fp8_product.times_weight(
             quantized, row_scale, down, is_transposed=down_transposed, dtype=dtype, rows=rows
         )
         of_left = hidden[:, : ctx.width].contiguous() if ctx.width else None
         quantized, row_scale = gelu_backward_quantize_rows(hidden[:, ctx.width :], values, up_scale.view(-1))
-        of_inputs = fp8.times_weight(
+        of_inputs = fp8_product.times_weight(
             quantized, row_scale, up, is_transposed=up_transposed, dtype=dtype, rows=rows
         )
         return of_left, of_inputs, *(None,) * 8

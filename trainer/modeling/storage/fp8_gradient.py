@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from trainer.modeling.storage.fp8 import LEAST, MOST, padded_rows, quantize_rows
+from trainer.modeling.storage.fp8_product import LEAST, MOST, padded_rows, quantize_rows
 
 if torch.version.cuda is not None:
     from trainer.modeling.triton import fp8_gradient

@@ -20,7 +20,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from trainer.modeling.storage.fp8 import (
+from trainer.modeling.storage.fp8_gradient import quantize_gradient
+from trainer.modeling.storage.fp8_product import (
     multiply,
     quantize_rows,
     quantize_rows_into,
@@ -28,9 +29,8 @@ from trainer.modeling.storage.fp8 import (
     transpose_bytes_into,
     unpack_rows,
 )
-from trainer.modeling.storage.fp8_gradient import quantize_gradient
-from trainer.modeling.storage.quantize import any_of
-from trainer.modeling.storage.row_quantized import takes_fp8
+from trainer.modeling.storage.layers import any_of
+from trainer.modeling.storage.row_scaled import takes_fp8
 
 WeightGradient = Literal["fp8", "bf16"]
 """Type that the gradient of a weight is multiplied in."""

@@ -20,6 +20,11 @@ class StoredLinear(torch.nn.Linear):
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.kind, self.bias = way.weights, linear.bias
 
+    @classmethod
+    def takes(cls, linear: torch.nn.Linear, way: Way) -> bool:
+        """True if a linear with these sides can be stored and multiplied in this way."""
+        return True
+
     def quantize(self, weight: torch.Tensor) -> None:
         """Store a weight (out, in) of full precision on the device that it is on."""
         raise NotImplementedError

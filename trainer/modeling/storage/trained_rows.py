@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from trainer.modeling.blocks.recompute import Blocks
-from trainer.modeling.storage.fp8 import quantize_rows_into
+from trainer.modeling.storage.fp8_product import quantize_rows_into
 from trainer.modeling.storage.fp8_trained import Fp8TrainedLinear, WeightGradient
 
 Found = TypeVar("Found")

@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator, Sequence
 
 from trainer.machine.facts import version_text
-from trainer.planning.choose import block_homes, optimizers
+from trainer.planning.choose import optimizers, swap_and_shard
 from trainer.planning.choose.situation import MEASURE_AGAIN, Situation
 from trainer.planning.choose.switches import compile_key
 from trainer.planning.cost.storage import Storage
 from trainer.planning.shapes.adapters import needs_whole_base
-from trainer.ways.storages import WAYS, Way, find, frozen
+from trainer.ways.storages import WAYS, Way, find, frozen, multiplied_in
 
 _BUDGETS = (0.6,)
 """Shares of a compiled block's activations that `auto` tries: what is cheap is recomputed. For less memory
@@ -25,7 +25,8 @@ _PARTS = 8
 def ladder(situation: Situation) -> tuple[list[Way], str]:
     """Ways that user and machine leave open, with their tiers here, and why none needs less memory.
 
-    Raises KernelsFailedError for products that were asked for and that the probe saw failing.
+    Raises KernelsFailedError for products that were asked for and that the probe saw failing, HardwareError
+    for a storage that is multiplied in its own type alone where nothing can be.
     """
     config, asked = situation.config, asked_storage(situation)
     ways = [find(situation.dtype)]
@@ -35,6 +36,8 @@ def ladder(situation: Situation) -> tuple[list[Way], str]:
     elif asked != "auto":
         key = "features.compute" if config.features.weights == "auto" else "features.weights"
         ways, no_more = _written(situation, asked), f"{key} is {asked} ({situation.source(key)})"
+        if not ways:
+            raise situation.refuse(key, _no_way(situation, asked))
     elif situation.goes_on and situation.dtype == "fp16":
         # no word of features.weights: the plan that the run began with would have named any other storage
         no_more = "the run goes on over weights in fp16"
@@ -68,7 +71,6 @@ def asked_way(situation: Situation) -> Way:
 def _automatic(situation: Situation) -> tuple[list[Way], str]:
     """The run's type and what was measured to beat it; FP8 where the budget needs it; smaller storages."""
     ways, missing = [find(situation.dtype)], dict[str, str]()
-    faster, _ = fp8_verdict(situation)
     for way in (way for way in WAYS.values() if way.automatic and not way.trains):
         if way.compute and (situation.config.features.compute != "auto" or no_product(situation, way)):
             continue
@@ -78,7 +80,8 @@ def _automatic(situation: Situation) -> tuple[list[Way], str]:
             offered = situation.on_gpu and way.instead_of in missing and not compiled
             ways += [way] if offered else []
         elif not what:
-            first = way.compute and not way.modulation and faster
+            faster = way.compute and product_verdict(situation, way.compute)[0]
+            first = faster and not way.modulation
             ways.append(dataclasses.replace(way, tier=0) if first else way)
         elif way.package:
             missing[way.weights] = what
@@ -86,7 +89,7 @@ def _automatic(situation: Situation) -> tuple[list[Way], str]:
 
 
 def _written(situation: Situation, asked: str) -> list[Way]:
-    """Ways to have a storage that was written: multiplied in FP8 where that works and is left open."""
+    """Ways to have a storage that was written; multiplied in its own type where that works and is open."""
     features, method = situation.config.features, situation.config.method
     ways = [way for way in WAYS.values() if way.weights == asked and way.method in ("", method)]
     if features.modulation == "auto":
@@ -97,9 +100,9 @@ def _written(situation: Situation, asked: str) -> list[Way]:
     multiplied = [way for way in ways if way.compute]
     unpacked = [way for way in ways if not way.compute]
     by_itself = features.compute == "auto" and bool(multiplied) and not multiplied[0].trains
-    if not multiplied or (features.compute != "fp8" and not by_itself):
+    if not multiplied or (features.compute != multiplied[0].compute and not by_itself):
         return unpacked
-    faster, reason = fp8_verdict(situation)
+    faster, reason = product_verdict(situation, multiplied[0].compute)
     if features.compute == "auto" and (faster is None or no_product(situation, multiplied[0])):
         return unpacked
     if faster is None:
@@ -107,6 +110,13 @@ def _written(situation: Situation, asked: str) -> list[Way]:
     if features.modulation != "auto":
         return multiplied
     return [way for way in multiplied if not way.modulation or not _obstacle(situation, way)]
+
+
+def _no_way(situation: Situation, asked: str) -> str:
+    """Why a storage all of whose rows are multiplied in their own type has no way here."""
+    way = next(way for way in WAYS.values() if way.weights == asked)
+    why = no_product(situation, way) or f"features.compute is {situation.config.features.compute}"
+    return f"{asked} has no way without products in {way.compute.upper()}: {why}"
 
 
 def storages(
@@ -137,15 +147,15 @@ def storages(
                 recomputed=recomputed if recomputed < situation.geometry.blocks else 0,
                 tiling=False,
                 previews=bool(config.validation.prompts),
-                swapped=block_homes.swapped(config),
+                swapped=swap_and_shard.swapped(config),
                 optimizer=kind,
                 rounds=max(1, config.train.gradient_accumulation_steps // situation.ranks),
                 weight_gradient=weight_gradient(situation, way),
                 averaged=config.train.ema_decay is not None,
                 ranks=situation.ranks,
                 hosts=situation.hosts.count,
-                sharded=block_homes.sharded(situation),
-                group=situation.ranks_here if block_homes.sharded(situation) else 1,
+                sharded=swap_and_shard.sharded(situation),
+                group=situation.ranks_here if swap_and_shard.sharded(situation) else 1,
             )
 
 
@@ -189,22 +199,24 @@ def no_product(situation: Situation, way: Way) -> str:
     return "" if situation.dtype == "bf16" else other
 
 
-def fp8_verdict(situation: Situation) -> tuple[bool | None, str]:
-    """True if the probe saw FP8 products take less time than bf16 at the run's shape, and why; None where it
-    saw them failing.
+def product_verdict(situation: Situation, compute: str) -> tuple[bool | None, str]:
+    """True if the probe saw products in this type take less time than bf16 at the run's shape, and why; None
+    where it saw them failing. Trained weights have the verdict of a frozen base's.
     """
+    way = multiplied_in(compute)
+    assert way is not None, f"no way is multiplied in {compute}"
     found = {
         row.kernel: row
         for row in situation.facts.verdicts
         if row.shape_class == situation.geometry.matmul_shape_class
     }
-    fp8, bf16 = found.get("matmul.fp8"), found.get("matmul.bf16")
-    if fp8 is not None and not fp8.works:
-        return None, fp8.reason
-    if fp8 is None or bf16 is None or fp8.milliseconds is None or bf16.milliseconds is None:
+    own, bf16 = found.get(way.verdict), found.get(WAYS["bf16"].verdict)
+    if own is not None and not own.works:
+        return None, own.reason
+    if own is None or bf16 is None or own.milliseconds is None or bf16.milliseconds is None:
         return False, "not measured here (`trainer probe CONFIG`)"
-    reason = f"measured at {fp8.shape_class}: {fp8.milliseconds:.2f} ms, bf16 {bf16.milliseconds:.2f} ms"
-    return fp8.milliseconds < bf16.milliseconds, reason
+    reason = f"measured at {own.shape_class}: {own.milliseconds:.2f} ms, bf16 {bf16.milliseconds:.2f} ms"
+    return own.milliseconds < bf16.milliseconds, reason
 
 
 def not_stored(situation: Situation, way: Way) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.config.schema import RunConfig
 from trainer.errors import TrainerError
-from trainer.planning.choose.fit import DoesNotFitError, Nearest
+from trainer.planning.choose.fastest_fit import DoesNotFitError, Nearest
 from trainer.planning.shapes.adapters import needs_whole_base
 from trainer.ways.storages import WAYS
 

@@ -297,15 +297,15 @@ def _vae_peak(storage: Storage, geometry: Geometry) -> int:
 
 
 def _unpacked(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
-    """A product needs one weight unpacked, or in FP8 transposed unless a copy is kept so, and at another time
-    modulation in int8 unpacked; nf4's scales are unpacked to fp32 beside it.
+    """A product needs one weight unpacked, or in a type of its own transposed unless a copy is kept so, and
+    at another time modulation in int8 unpacked; nf4's scales are unpacked to fp32 beside it.
     """
     way, largest = storage.way, packed_linears(storage.way, geometry).largest
     name, size = f"{way.weights} unpacked", min(largest, way.most_unpacked or largest) * storage.value_bytes
     if way.block:
         size += largest // way.block * 4
-    if way.compute == "fp8":
-        name, size = "fp8 transposed", geometry.quantized.largest if way.copies == 1 else 0
+    if way.compute:
+        name, size = f"{way.compute} transposed", geometry.quantized.largest if way.copies == 1 else 0
         unpacked = geometry.modulation.largest * storage.value_bytes if way.modulation else 0
         if unpacked > size:
             name, size = f"{way.modulation} unpacked", unpacked

@@ -67,8 +67,8 @@ _LAUNCHES_MS = {"eager": 1.2, "compiled": 0.45}
 # adapter, and more where it multiplies in FP8 or unpacks its weight: measured with two models in bf16 and two
 # in FP8 on the host of an H200 (docs/benchmarks.md)
 _HOST_PRODUCT_MS, _HOST_ADAPTER_MS, _HOST_PACKED_MS = 0.3, 0.65, 0.35
-# quantising activations and gradients over a frozen base, bytes moved likewise
-_FP8_TRAFFIC = 1.5
+# quantising activations and gradients to one byte over a frozen base, bytes moved likewise
+_QUANTISING_TRAFFIC = 1.5
 _ATTENTION_BACKWARD = 2.5
 """Work of attention's backward in forwards."""
 _FORWARD_POINTWISE = 0.35
@@ -211,10 +211,10 @@ def _part_ms(storage: Storage, geometry: Geometry, speed: Speed, share: float) -
     saved = share * geometry.usual_share * geometry.activations.saved
     traffic = _TRAFFIC[style] * saved
     # what the probe measured includes quantising
-    if way.compute == "fp8" and not way.trains and "fp8" not in speed.matmul:
-        traffic += _FP8_TRAFFIC * saved
+    if way.compute and not way.trains and way.weights not in speed.matmul:
+        traffic += _QUANTISING_TRAFFIC * saved
     # without a second copy every weight is read and written once more in backward, transposed
-    transposed = geometry.quantized.parameters * 2 if way.compute == "fp8" and way.copies == 1 else 0
+    transposed = geometry.quantized.parameters * 2 if way.compute and way.copies == 1 else 0
     # modulation beside FP8 is unpacked once a forward pass: it has no gradient
     beside = WAYS[way.modulation].unpack_traffic[storage.compile] if way.modulation else 0.0
     computing = (

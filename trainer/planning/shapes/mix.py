@@ -115,6 +115,6 @@ def padded_length(tokens: int) -> int:
 def padded_row(tokens: int) -> int:
     """Tokens that packed rows of at most so many are padded to.
 
-    A multiple of 64, which FP8 products take as they are (`modeling.storage.fp8.ROW_MULTIPLE`).
+    A multiple of 64, which FP8 products take as they are (`modeling.storage.fp8_product.ROW_MULTIPLE`).
     """
     return -(-tokens // _ROW_MULTIPLE) * _ROW_MULTIPLE

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from trainer.data.captions import MAX_CAPTION_BYTES, TextError, clean_caption
+from trainer.data.caption_text import MAX_CAPTION_BYTES, TextError, clean_caption
 from trainer.data.leftout import capped
 from trainer.data.sets.look import Picture, look
 from trainer.errors import DataError, Problem

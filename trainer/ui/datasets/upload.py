@@ -20,7 +20,7 @@ from typing import BinaryIO
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from trainer.data.pictures.formats import SUFFIXES
-from trainer.data.sets.metadata import METADATA_NAMES, one_form, read_metadata
+from trainer.data.sets.metadata_files import METADATA_NAMES, one_form, read_metadata
 from trainer.errors import DataError
 from trainer.files import atomic
 from trainer.ui.datasets import edits, worker

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.interpreter import python
-from trainer.data.captions import read_sidecar
+from trainer.data.caption_text import read_sidecar
 from trainer.data.pictures.buckets import buckets
 from trainer.data.pictures.formats import FORMATS_TEXT, SUFFIXES
 from trainer.data.pictures.images import claimed_pixels, read_bytes, read_image
 from trainer.data.pictures.opened import open_all
 from trainer.data.sets.look import look
-from trainer.data.sets.metadata import METADATA_NAMES, read_metadata
+from trainer.data.sets.metadata_files import METADATA_NAMES, read_metadata
 from trainer.data.sets.scan import open_images
 from trainer.errors import DataError, TrainerError
 from trainer.files import atomic

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from trainer.data.captions import with_trigger_word
+from trainer.data.caption_text import with_trigger_word
 from trainer.data.sets.listing import NO_IMAGE
 from trainer.data.sets.look import Picture
 from trainer.errors import DataError

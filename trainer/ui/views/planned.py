@@ -14,7 +14,7 @@ from trainer.files.component_shapes import stamp_of
 from trainer.machine.facts import Facts
 from trainer.machine.reading import recorded
 from trainer.modeling.base.base import is_repository, local_folder
-from trainer.planning.choose.fit import DoesNotFitError
+from trainer.planning.choose.fastest_fit import DoesNotFitError
 from trainer.planning.choose.suggestions import changes_text
 from trainer.planning.data_rows import whole_plan
 from trainer.planning.plan import Decision, MemoryRow, Plan

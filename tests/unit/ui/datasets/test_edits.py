@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.unit.data.pictures import write_pair, write_rows
 from tests.unit.ui.datasets.sets import looked, make, tree
-from trainer.data.captions import clean_caption, read_sidecar
+from trainer.data.caption_text import clean_caption, read_sidecar
 from trainer.errors import DataError, NoSpaceError
 from trainer.files import atomic
 from trainer.ui.datasets import edits

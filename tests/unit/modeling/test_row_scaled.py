@@ -12,8 +12,8 @@ from tests.numerics.saved import kept_bytes
 from tests.quantized_layers import from_linear
 from tests.unit.modeling.small_models import Storage, case, relative
 from trainer.modeling.adapter import lora
-from trainer.modeling.storage import row_quantized
-from trainer.modeling.storage.row_quantized import Kind, RowScaledLinear, takes_fp8
+from trainer.modeling.storage import row_scaled
+from trainer.modeling.storage.row_scaled import Kind, RowScaledLinear, takes_fp8
 
 # relative errors of normal values: half a step of 1/127 of a row's largest, and half a step of three bits
 LIMITS: dict[Kind, float] = {"int8": 0.015, "fp8": 0.04}
@@ -56,7 +56,7 @@ def test_int8_of_bf16_weights_is_that_of_fp32_arithmetic(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The values are the same with all rows quantised at once and with five at a time."""
-    monkeypatch.setattr(row_quantized, "_AT_ONCE", at_once)
+    monkeypatch.setattr(row_scaled, "_AT_ONCE", at_once)
     plain = linear(torch.bfloat16)
     plain.weight.data.normal_()
     layer = stored(plain, "int8")

@@ -10,8 +10,8 @@ import torch
 
 from tests.numerics.saved import kept_bytes
 from tests.unit.modeling.small_models import relative
-from trainer.modeling.storage import fp8
-from trainer.modeling.storage.fp8 import MOST, fp8_linear, multiply, quantize_rows, transpose_bytes
+from trainer.modeling.storage import fp8_product
+from trainer.modeling.storage.fp8_product import MOST, fp8_linear, multiply, quantize_rows, transpose_bytes
 
 # e4m3 has three bits behind the point: half of one of eight steps between powers of two
 HALF_STEP = 1 / 16
@@ -230,7 +230,7 @@ def test_rows_that_pad_a_product_are_left_out_of_it() -> None:
 
 
 def test_rows_are_padded_to_the_next_multiple_and_no_further() -> None:
-    assert [fp8.padded_rows(rows) for rows in (0, 1, 15, 16, 17, 1100)] == [0, 64, 64, 64, 64, 1152]
+    assert [fp8_product.padded_rows(rows) for rows in (0, 1, 15, 16, 17, 1100)] == [0, 64, 64, 64, 64, 1152]
 
 
 def test_a_gpu_multiplies_a_multiple_of_rows_and_gives_as_many_as_it_was_given(
@@ -249,7 +249,7 @@ def test_a_gpu_multiplies_a_multiple_of_rows_and_gives_as_many_as_it_was_given(
         return torch.empty(left.shape[0], right.shape[1], device="meta")
 
     kernels = types.SimpleNamespace(quantize_rows=quantize, transpose_bytes=lambda matrix: matrix.t())
-    monkeypatch.setattr(fp8, "fp8_rows", kernels, raising=False)
+    monkeypatch.setattr(fp8_product, "fp8_rows", kernels, raising=False)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     weight = torch.empty(48, 32, dtype=torch.float8_e4m3fn, device="meta")
     x = torch.empty(2, 11, 32, device="meta", requires_grad=True)
@@ -268,12 +268,12 @@ def test_transposed_bytes_are_contiguous() -> None:
 
 
 def test_ones_are_kept_for_all_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "_kept_ones", {})
+    monkeypatch.setattr(fp8_product, "_kept_ones", {})
     rows = torch.empty(48, 16)
-    made = fp8._ones(rows)
-    fp8.keep_ones("cpu")
-    kept = fp8._ones(rows)
+    made = fp8_product._ones(rows)
+    fp8_product.keep_ones("cpu")
+    kept = fp8_product._ones(rows)
     assert torch.equal(kept, made) and kept.shape == (1, 48)
-    assert kept.data_ptr() == fp8._ones(rows[:32]).data_ptr()
-    many = torch.empty(fp8._MOST_ONES + 1, 1)
-    assert fp8._ones(many).shape == (1, fp8._MOST_ONES + 1)
+    assert kept.data_ptr() == fp8_product._ones(rows[:32]).data_ptr()
+    many = torch.empty(fp8_product._MOST_ONES + 1, 1)
+    assert fp8_product._ones(many).shape == (1, fp8_product._MOST_ONES + 1)

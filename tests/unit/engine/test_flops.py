@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer.engine.training import work
+from trainer.engine.training import flops
 from trainer.families import get
 from trainer.modeling.base.source import ModelSource
 
@@ -48,8 +48,8 @@ def test_samples_count_as_they_are(
             asked.append(size)
             return float(size["tokens"])
 
-    monkeypatch.setattr(work, "model_flops", lambda *_: Flops())
-    count = work.counter(*made(family, tiny_base(family)))
+    monkeypatch.setattr(flops, "model_flops", lambda *_: Flops())
+    count = flops.counter(*made(family, tiny_base(family)))
     first, second, dropped = (
         SimpleNamespace(record=number, dropped=dropped)
         for number, dropped in ((0, False), (1, False), (1, True))

@@ -13,7 +13,7 @@ import torch
 
 from trainer.errors import ConfigError
 from trainer.modeling.storage.nf4 import Nf4Linear
-from trainer.modeling.storage.row_quantized import RowScaledLinear, takes_fp8
+from trainer.modeling.storage.row_scaled import RowScaledLinear
 from trainer.modeling.storage.stored import StoredLinear
 from trainer.ways.storages import WAYS, Way
 
@@ -31,10 +31,10 @@ def replacer(way: Way, high_precision: Sequence[str], modulation: Sequence[str] 
     """The `Replace` that stores linears in the plan's way; None for a way that trains.
 
     int8 and fp8 have one scale a row, nf4 one a 64 values, quantised once more. All compute in the type of
-    their inputs, but fp8 where the way says so. `high_precision` are regular expressions over the whole names
-    of modules that are kept as they are, `modulation` of those among them that are stored like the others
-    where the way packs them, or in its storage for them; modules whose sides FP8 kernels do not take are kept
-    too.
+    their inputs, unless the way has a type of its own. `high_precision` are regular expressions over the
+    whole names of modules that are kept as they are, `modulation` of those among them that are stored like
+    the others where the way packs them, or in its storage for them; modules whose sides the layer does not
+    take are kept too.
     """
     if way.trains:
         return None
@@ -44,9 +44,8 @@ def replacer(way: Way, high_precision: Sequence[str], modulation: Sequence[str] 
         if way.modulation and beside.fullmatch(name):
             return LAYERS[way.modulation](linear, WAYS[way.modulation])
         kept = keep.fullmatch(name) and not (way.packs and beside.fullmatch(name))
-        if kept or (way.compute == "fp8" and not takes_fp8(linear)):
-            return None
-        return LAYERS[way.weights](linear, way)
+        layer = LAYERS[way.weights]
+        return None if kept or not layer.takes(linear, way) else layer(linear, way)
 
     return replace
 

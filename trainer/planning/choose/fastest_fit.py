@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.errors import HardwareError
-from trainer.planning.choose import block_homes, candidates, encoding
+from trainer.planning.choose import candidates, encoding, swap_and_shard
 from trainer.planning.choose.budget import Budget
 from trainer.planning.choose.optimizers import STOCHASTIC
 from trainer.planning.choose.situation import Situation
@@ -94,7 +94,7 @@ def choose(
     ways, no_more = candidates.ladder(situation)
     geometry, most = situation.geometry, limit.usable_bytes
     settings = list(candidates.storages(situation, ways, speed.attention, compiled=compiled))
-    settings = [*settings, *block_homes.shared(situation, settings, most)]
+    settings = [*settings, *swap_and_shard.shared(situation, settings, most)]
     timed = ((roofline.milliseconds(storage, geometry, speed), storage) for storage in settings)
     ordered = sorted(timed, key=lambda row: (row[1].way.tier, row[0]))
     packages = situation.facts.packages
@@ -103,7 +103,7 @@ def choose(
     outcomes = _outcomes(situation, ordered, limit, encoders)
     for outcome in outcomes:
         if outcome.peak_bytes <= most:
-            if not outcome.storage.sharded or block_homes.sharded(situation):
+            if not outcome.storage.sharded or swap_and_shard.sharded(situation):
                 return _roomier(outcome, outcomes, limit), skipped
             whole = (one for one in outcomes if not one.storage.sharded and one.peak_bytes <= most)
             return dataclasses.replace(outcome, instead=next(whole, None)), skipped
@@ -116,10 +116,10 @@ def choose(
     if swap and geometry.stacks and recomputing:
         # as few blocks in host memory as fit, of the smallest setting
         least = min(recomputing, key=lambda outcome: memory.total(outcome.train))
-        storage = block_homes.fewest(least.storage, geometry, most)
+        storage = swap_and_shard.fewest(least.storage, geometry, most)
         time, train = roofline.milliseconds(storage, geometry, speed), memory.train_rows(storage, geometry)
         outcome = dataclasses.replace(least, storage=storage, milliseconds=time, train=train)
-        no_room = block_homes.no_room(situation, storage)
+        no_room = swap_and_shard.no_room(situation, storage)
         if not no_room and outcome.peak_bytes <= most:
             return outcome, skipped
         no_more = "; ".join(filter(None, (no_more, no_room)))
@@ -224,7 +224,7 @@ def decisions(
     yield compiling
     yield from _recomputing(situation, chosen, skipped)
     without = min((memory.total(one.train) for one in skipped), default=0)
-    yield from block_homes.swap_rows(situation, storage, without)
+    yield from swap_and_shard.swap_rows(situation, storage, without)
     yield from filter(None, (_sharing(situation, chosen, skipped),))
     if parameters(situation.geometry, "vae"):
         reason = "images are encoded and decoded whole"
@@ -249,7 +249,7 @@ def _sharing(situation: Situation, chosen: Outcome, skipped: Sequence[Outcome]) 
     if other is not None:
         times = f"{other.milliseconds:.0f} ms a micro-batch predicted, this {chosen.milliseconds:.0f}"
         instead = f"whole on each GPU it fits in {described(other.storage)}: {times}"
-    return block_homes.shard_row(situation, storage, min(whole, default=0), instead)
+    return swap_and_shard.shard_row(situation, storage, min(whole, default=0), instead)
 
 
 def _recomputing(situation: Situation, chosen: Outcome, skipped: Sequence[Outcome]) -> Iterator[Decision]:
@@ -280,7 +280,7 @@ def _product(situation: Situation, chosen: Outcome) -> str:
     storage, way, asked = chosen.storage, chosen.storage.way, situation.config.features.weights
     if way.trains and way.compute:
         return "written for trained weights"
-    faster, reason = candidates.fp8_verdict(situation)
+    faster, reason = candidates.product_verdict(situation, way.compute or WAYS["fp8"].compute)
     if way.compute and (asked != way.weights or faster):
         return reason if faster or way.tier == 0 else "no bf16 base fits the budget"
     if not way.compute and not way.trains:

@@ -17,7 +17,7 @@ from trainer.config.schema import RunConfig, changed
 from trainer.errors import ConfigError, HardwareError
 from trainer.families import get
 from trainer.machine.facts import Facts, LinkVerdict
-from trainer.planning.choose import block_homes, candidates
+from trainer.planning.choose import candidates, swap_and_shard
 from trainer.planning.cost import memory
 from trainer.planning.cost.storage import Storage
 from trainer.planning.plan import Plan
@@ -514,7 +514,7 @@ def test_no_fewer_shared_blocks_fit_where_the_need_jumps(monkeypatch: pytest.Mon
     settings = list(candidates.storages(situation, ways, "cudnn", compiled=True))
     jumped = 0
     for gib in (55, 57, 59):
-        for found in block_homes.shared(situation, settings, gib * GIB):
+        for found in swap_and_shard.shared(situation, settings, gib * GIB):
 
             def needed(count: int, found: Storage = found) -> int:
                 trial = dataclasses.replace(found, sharded=count, tiling=True)

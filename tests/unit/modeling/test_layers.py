@@ -13,9 +13,9 @@ from tests.stored_nf4 import quant_state
 from trainer.errors import ConfigError
 from trainer.modeling.adapter import lora
 from trainer.modeling.storage import nf4
+from trainer.modeling.storage.layers import count_quantized, replacer
 from trainer.modeling.storage.nf4 import Nf4Linear
-from trainer.modeling.storage.quantize import count_quantized, replacer
-from trainer.modeling.storage.row_quantized import RowScaledLinear
+from trainer.modeling.storage.row_scaled import RowScaledLinear
 from trainer.ways.storages import find
 
 CONFIG = {

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trainer.data.captions import (
+from trainer.data.caption_text import (
     MAX_CAPTION_BYTES,
     TextError,
     clean_caption,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from trainer.modeling.storage.fp8 import MULTIPLE, fp8_linear, quantize_rows
+from trainer.modeling.storage.fp8_product import MULTIPLE, fp8_linear, quantize_rows
 from trainer.modeling.storage.stored import StoredLinear
 from trainer.ways.storages import Way
 
@@ -38,6 +38,11 @@ class RowScaledLinear(StoredLinear):
         self._twice = self.fp8_compute and way.copies == 2
         self.register_buffer("weight_scale", None)
         self.register_buffer("transposed", None, persistent=False)
+
+    @classmethod
+    def takes(cls, linear: torch.nn.Linear, way: Way) -> bool:
+        """False where products are in FP8 and its kernels do not take these sides."""
+        return not way.compute or takes_fp8(linear)
 
     def quantize(self, weight: torch.Tensor) -> None:
         """Store a weight (out, in) of full precision on the device that it is on."""

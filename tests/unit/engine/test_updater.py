@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from trainer.config.schema import TrainSection
-from trainer.engine.optimizing.optimizer import Average, Updater
 from trainer.engine.optimizing.schedule import learning_rate
+from trainer.engine.optimizing.updater import Average, Updater
 
 
 def parameters(dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
