@@ -116,8 +116,9 @@ def _told(family: Family, loaded: Loaded, folder: Path | None) -> tuple[str, ...
     `check_base`.
     """
     of_base = check_base(family, loaded, folder) if folder is not None else ()
-    require_shift(family, loaded, folder or CONFIGS / family.name)
-    return (*of_base, *without_effect(family, loaded))
+    known = folder or CONFIGS / family.name
+    require_shift(family, loaded, known)
+    return (*of_base, *without_effect(family, loaded, known))
 
 
 def _interface(hosts: Hosts) -> str:

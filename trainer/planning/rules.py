@@ -22,6 +22,7 @@ from trainer.modeling.base.base import read_config
 from trainer.planning.choose import attention, block_homes, candidates, loading, optimizers, switches
 from trainer.planning.choose.situation import Situation
 from trainer.planning.shapes.adapters import needs_whole_base
+from trainer.planning.shapes.run_shapes import CONFIGS
 from trainer.ways.storages import WAYS
 from trainer.words import extras
 
@@ -115,20 +116,33 @@ def judge(family: Family, loaded: Loaded) -> None:
         raise ConfigError(problems)
 
 
-def without_effect(family: Family, loaded: Loaded) -> Iterator[str]:
-    """A warning for each key that was written and says nothing to a family of this kind, but for those that
-    `judge` refuses. A preset is for families of both kinds.
+def without_effect(family: Family, loaded: Loaded, folder: Path) -> Iterator[str]:
+    """A warning for each key that was written and says nothing to a family of this kind or to its base in
+    `folder`, but for those that `judge` refuses. A preset is for families of both kinds.
     """
     talks = family.sample_kind == "conversation"
     kind = "conversations" if talks else "images"
-    for key in sorted(of_configuration.OF_IMAGES if talks else of_configuration.OF_CONVERSATIONS):
+    reasons = dict.fromkeys(
+        sorted(of_configuration.OF_IMAGES if talks else of_configuration.OF_CONVERSATIONS),
+        f"{family.title} trains on {kind}",
+    )
+    if not talks and not _distilled(family, folder):
+        reasons["flow.guidance_scale"] = "this base is not told a guidance while it trains"
+    for key, reason in reasons.items():
         section, _, name = key.partition(".")
         ours = vars(loaded.config)[section]
         standard = type(ours).model_fields[name].default
         usual = (standard, family.defaults.get(section, {}).get(name, standard))
         where = loaded.sources.get(key, "default")
         if by_user(where) and vars(ours)[name] not in usual:
-            yield f"`{key}` ({where}) has no effect: {family.title} trains on {kind}"
+            yield f"`{key}` ({where}) has no effect: {reason}"
+
+
+def _distilled(family: Family, folder: Path) -> bool:
+    """Whether the base in `folder` is told a guidance value; as the published one, where it does not say."""
+    found = (root / family.trained_component / "config.json" for root in (folder, CONFIGS / family.name))
+    said = (read_config(path) for path in found if path.is_file())
+    return bool(next((one[_GUIDANCE] for one in said if _GUIDANCE in one), False))
 
 
 def require_shift(family: Family, loaded: Loaded, folder: Path) -> None:
@@ -149,7 +163,7 @@ Why = Callable[[Situation], str | bool]
 _WEIGHTS, _COMPUTE, _MODULATION = "features.weights", "features.compute", "features.modulation"
 _BLOCKS, _TF32, _ADAPTER = "features.activation_checkpointing", "features.tf32", "lora.type"
 _OPTIMIZER, _COMPILE, _SHARE = optimizers.KEY, switches.COMPILE, switches.SHARE
-_SHIFT = "flow.shift"
+_SHIFT, _GUIDANCE = "flow.shift", "guidance_embeds"
 _FULL_FILES = "or use the model's full-precision files"
 
 

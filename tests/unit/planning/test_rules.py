@@ -115,9 +115,30 @@ def test_place_and_reason(
 def test_keys_of_another_kind_of_family_are_told(
     family: str, data: dict[str, Any], validation: dict[str, Any], keys: list[str], tmp_path: Path
 ) -> None:
-    told = list(without_effect(families.get(family), loaded(family, tmp_path, data, validation)))
+    given = loaded(family, tmp_path, data, validation)
+    told = list(without_effect(families.get(family), given, tmp_path))
     assert [text.split("`")[1] for text in told] == keys
     assert all(str(tmp_path / "c.yaml") in text and "has no effect" in text for text in told)
+
+
+@pytest.mark.parametrize(
+    ("family", "says", "is_told"),
+    [
+        ("flux1_dev", None, False),
+        ("flux1_dev", False, True),
+        ("qwen_image", None, True),
+        ("kandinsky5", None, True),
+    ],
+)
+def test_a_guidance_that_the_base_is_not_told_has_no_effect(
+    family: str, says: bool | None, is_told: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "transformer").mkdir()
+    config = {} if says is None else {"guidance_embeds": says}
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
+    given = with_settings(loaded(family, tmp_path, IMAGES), {"flow.guidance_scale": 3.5})
+    told = list(without_effect(families.get(family), given, tmp_path))
+    assert [text.split("`")[1] for text in told] == ["flow.guidance_scale"] * is_told
 
 
 def test_a_language_model_has_no_vae_to_tile(tmp_path: Path) -> None:
