@@ -160,7 +160,7 @@ def _bad_patterns(context: Context) -> Iterator[Clash]:
             try:
                 re.compile(f"(.*)({key})")  # as peft puts it into a larger one
             except re.error as error:
-                yield {"key": name, "pattern": repr(key), "error": error.msg}
+                yield {"key": name, "pattern": f"'{key}'", "error": error.msg}
 
 
 def _beside_the_plain_path(context: Context) -> Iterator[Clash]:
