@@ -123,15 +123,13 @@ class Workshop:
             **SECTIONS_OF_METHOD[case.method],
             "model": {"pretrained_model_name_or_path": str(self.base(case.family)), "download": "never"},
         }
-        own = {} if draws(case.family) else {"caption_dropout_rate": 0.0, "max_sequence_length": 112}
-        content["validation"] = SMALL_RUN["validation"] | (
-            {} if draws(case.family) else {"max_new_tokens": 8}  # what takes the time of a small run
-        )
-        content["data"] = {
-            **SMALL_RUN["data"],
-            **own,
-            "sets": [one_set(case.family, samples or self.samples)],
-        }
+        data, validation = {**SMALL_RUN["data"]}, {**SMALL_RUN["validation"]}
+        if not draws(case.family):
+            del data["resolution"], validation["num_inference_steps"]
+            data |= {"caption_dropout_rate": 0.0, "max_sequence_length": 112}
+            validation |= {"max_new_tokens": 8}  # what takes the time of a small run
+        content["validation"] = validation
+        content["data"] = {**data, "sets": [one_set(case.family, samples or self.samples)]}
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(content))

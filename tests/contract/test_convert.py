@@ -340,12 +340,13 @@ def test_merging_is_refused_where_it_would_lose_something(
         (tmp_path / name / "precious").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     assert done.comfyui is not None
+    name = "model.pretrained_model_name_or_path"
     cases = [
-        (("--set", f"model.pretrained_model_name_or_path={stored}"), 78, "is stored quantised"),
+        (("--set", f"{name}={stored}"), 78, f"--set {name}: {name}: "),
         (
             ("--set", "features.weights=int8"),
             78,
-            "--set features.weights: `features.weights: int8` is a base",
+            "as it loads, and merging is into its files\n    -> add `--set features.weights=auto`",
         ),
         (("--lora", str(done.comfyui)), 78, "it is laid out for ComfyUI"),
         (("--lora", str(other)), 65, "layers of the adapter are not in the base"),
@@ -359,6 +360,9 @@ def test_merging_is_refused_where_it_would_lose_something(
         assert words in capsys.readouterr().err
     assert not list(tmp_path.glob("never*"))
     assert all((tmp_path / name / "precious").exists() for name in ("mine.tmp", ".ours.old"))
+    # of a LoRA that was trained over int8, whose configuration says so
+    whole = ("--set", "features.weights=int8", "--set", "features.weights=auto")
+    assert merge(done, tmp_path / "whole", *whole) == 0
 
 
 def read_metadata(path: Path) -> dict[str, str]:

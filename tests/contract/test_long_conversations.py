@@ -44,13 +44,17 @@ def job(
 
 
 def test_long_conversations_are_refused_by_default(workshop: Workshop, tmp_path: Path) -> None:
-    made = job(workshop, tmp_path, [SHORT, CUT])
+    """All of them are told at once, each with its place."""
+    made = job(workshop, tmp_path, [SHORT, CUT, OTHER, HOPELESS])
     assert fit_lengths(made.context, made.samples) is made.samples
     with pytest.raises(DataError, match=rf"more than data.max_sequence_length \({LIMIT}\)") as caught:
         cache_only(made.context, made.samples, made.spec)
-    assert caught.value.problems[0].remedy == (
+    assert [one.where for one in caught.value.problems] == [
+        f"{tmp_path / 'chats.jsonl'}:{row}" for row in (2, 4)
+    ]
+    assert {one.remedy for one in caught.value.problems} == {
         "raise data.max_sequence_length, or write data.on_long: skip, or cut"
-    )
+    }
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,13 @@ def test_a_reader_of_its_lines_that_goes_away_changes_nothing(
     assert "Proved: " in (process.run_dir / "log.jsonl").read_text()
 
 
+def test_an_error_of_the_training_process_says_where_its_key_was_written(fork: Start, tmp_path: Path) -> None:
+    process = fork(WRITING_CASES[0], tmp_path, "data.chat_template=chatml")
+    code, errors = process.end()
+    assert code == ExitCode.BAD_CONFIG, errors
+    assert "error: --set data.chat_template: data.chat_template: chatml: " in errors
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FIRST_CASES, ids=str)
 def test_a_stop_while_caching_saves_nothing_but_the_cache(case: Case, fork: Start, tmp_path: Path) -> None:

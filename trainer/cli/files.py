@@ -60,6 +60,7 @@ def merge(layers: Layers, lora: Path, target: Path) -> None:
     """
     from trainer import families
     from trainer.cli.targets import require_writable
+    from trainer.config.tree import placing
     from trainer.engine.results.merge import merge as merge_files
     from trainer.modeling.base.source import resolve_source
 
@@ -67,6 +68,7 @@ def merge(layers: Layers, lora: Path, target: Path) -> None:
     require_writable(target, "--to", folder=True)
     family = families.get(loaded.config.family)
     components = families.components(family)
-    source = resolve_source(loaded.config, components, trained=family.trained_component)
-    changed = merge_files(loaded, source, lora, target, lambda line: say(line, err=True))
+    with placing(loaded.sources):
+        source = resolve_source(loaded.config, components, trained=family.trained_component)
+        changed = merge_files(loaded, source, lora, target, lambda line: say(line, err=True))
     say(f"model: {target}; {changed} layers of {source.identity} are changed")

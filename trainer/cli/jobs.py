@@ -18,7 +18,6 @@ from trainer.config.hosts import ONE, Hosts
 from trainer.config.interpreter import python, with_safe_path
 from trainer.config.launchers import Launch
 from trainer.config.reading.load import Loaded
-from trainer.config.schema import RunConfig
 from trainer.engine.spec import SPEC_FILE, Job, Mode, Spec, read_spec, write_spec
 from trainer.errors import ConfigError, ExitCode, HardwareError, Problem, meaning
 from trainer.files import codec
@@ -73,7 +72,7 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
         plan, hosts = plan.of_one_process, ONE
     with job_folder(shared, job.mode, launch.name) as folder:
         runtime_dir = shared if shares else folder
-        spec = _spec(loaded.config, plan, job, hosts, runtime_dir=runtime_dir, folder=folder)
+        spec = _spec(loaded, plan, job, hosts, runtime_dir=runtime_dir, folder=folder)
         write_spec(spec, folder / SPEC_FILE)
         environments = rank_environments(child_environment(plan, facts), plan, spec.first_rank)
         code = supervisor.supervise(
@@ -102,14 +101,15 @@ def _is_untold(spec: Spec, exit_code: int) -> bool:
     return not spec.met_file.exists() and exit_code not in tuple(ExitCode)
 
 
-def _spec(config: RunConfig, plan: Plan, job: Job, hosts: Hosts, *, runtime_dir: Path, folder: Path) -> Spec:
+def _spec(loaded: Loaded, plan: Plan, job: Job, hosts: Hosts, *, runtime_dir: Path, folder: Path) -> Spec:
     """The job as the training process gets it, whose own files are in `folder`."""
     return Spec(
         **vars(job),
-        config=config.model_dump(),
+        config=loaded.config.model_dump(),
+        sources=loaded.sources,
         plan_text=codec.to_json(plan),
         runtime_dir=str(runtime_dir),
-        cache_dir=str(environment.cache_dir(config)),
+        cache_dir=str(environment.cache_dir(loaded.config)),
         supervisor_pid=os.getpid(),
         meeting_place=str(folder / "meeting"),
         hosts=hosts.count,

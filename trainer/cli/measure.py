@@ -11,6 +11,7 @@ from trainer.cli.jobs import FREED_SECONDS, LOOK_SECONDS, child_environment, pla
 from trainer.cli.output import say
 from trainer.config import environment
 from trainer.config.reading.load import Loaded
+from trainer.config.tree import placing
 from trainer.engine.probing import probe as probing
 from trainer.engine.probing import reading
 from trainer.engine.probing.link import probe_link
@@ -38,8 +39,14 @@ other shapes."""
 def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
     """This machine's facts and the run's plan; with `probe`, kernels without a verdict are measured first.
 
-    A run that kept verdicts alone would refuse is measured anew before it is refused.
+    A run that kept verdicts alone would refuse is measured anew before it is refused. Errors say where the
+    keys that they name were written.
     """
+    with placing(loaded.sources):
+        return _planned(loaded, probe=probe)
+
+
+def _planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
     planning.prepare_base(loaded)
     facts, profile = planning.machine_facts(), planning.requested_profile()
     if probe:

@@ -41,6 +41,7 @@ def plan(layers: Layers, facts_file: Path | None, form: str | None) -> None:
     from trainer.config import environment, hosts
     from trainer.config.launchers import Launch
     from trainer.config.secrets import redacted
+    from trainer.config.tree import placing
     from trainer.files import codec
     from trainer.planning.data_rows import require_dataset, whole_plan
     from trainer.planning.planning import machine_facts, requested_profile
@@ -49,7 +50,8 @@ def plan(layers: Layers, facts_file: Path | None, form: str | None) -> None:
     require_dataset(layers.dataset)
     place = Place(launch=Launch(), hosts=hosts.found(environment.snapshot()))
     loaded = place.reconciled(layers.load())
-    _, decided = whole_plan(loaded, machine_facts(facts_file), requested_profile())
+    with placing(loaded.sources):
+        _, decided = whole_plan(loaded, machine_facts(facts_file), requested_profile())
     if form == "json":
         click.echo(redacted(codec.to_json(decided)), nl=False)
     elif form == "export":

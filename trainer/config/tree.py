@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+
+from trainer.errors import Problem, TrainerError
 
 KeyPath = tuple[str, ...]
 """Keys and list positions from the root: `("data", "sets", "0", "img_dir")`."""
@@ -78,6 +82,23 @@ def from_plain(value: object, source: str) -> Node:
 def by_user(source: str) -> bool:
     """True if a source was written by the user, in whatever layer."""
     return source != "default" and not source.startswith(("family ", "preset "))
+
+
+def placed(problem: Problem, sources: Mapping[str, str]) -> Problem:
+    """The problem with the place, by `sources`, where its key was written: for one that names a key alone."""
+    place = sources.get(problem.where, "default")
+    return dataclasses.replace(problem, where=f"{place}: {problem.where}") if by_user(place) else problem
+
+
+@contextlib.contextmanager
+def placing(sources: Mapping[str, str]) -> Iterator[None]:
+    """Have every error that is raised within say where its keys were written, as `placed` does."""
+    try:
+        yield
+    except TrainerError as error:
+        error.problems = tuple(placed(one, sources) for one in error.problems)
+        error.args = ("\n".join(map(str, error.problems)),)
+        raise
 
 
 def at(path: KeyPath, node: Node) -> Node:

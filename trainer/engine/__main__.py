@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config import environment
 from trainer.config.schema import RunConfig
+from trainer.config.tree import placing
 from trainer.data.leftout import report_left_out
 from trainer.engine.caching.samples import Samples, scan_samples
 from trainer.engine.spec import Spec, read_spec
@@ -65,10 +66,11 @@ def main(spec_path: str) -> int:
         silence()
     logger = logging.getLogger("trainer.run")
     try:
-        if spec.mode == "train":
-            _make_folder(config, spec, rank)
-        samples = _scan(config, spec, status, stop) if spec.mode in ("train", "cache") else Samples()
-        _work(config, spec, status, stop, samples)
+        with placing(spec.sources):
+            if spec.mode == "train":
+                _make_folder(config, spec, rank)
+            samples = _scan(config, spec, status, stop) if spec.mode in ("train", "cache") else Samples()
+            _work(config, spec, status, stop, samples)
     except TrainerError as error:
         if rank > spec.first_rank and _patience(
             spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +44,8 @@ class Spec(Job):
 
     config: Mapping[str, Any]
     """The resolved configuration, as `RunConfig.model_dump` gives it; checked once, by the parent."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where each key of it was written, for errors."""
     plan_text: str
     """The plan as JSON."""
     runtime_dir: str

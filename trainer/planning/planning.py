@@ -30,9 +30,15 @@ from trainer.planning.choose.swap_and_shard import NO_OFFLOAD
 from trainer.planning.kept_decisions import continued
 from trainer.planning.plan import Decision, Plan
 from trainer.planning.resolve import resolve
-from trainer.planning.rules import judge
+from trainer.planning.rules import judge, require_shift, without_effect
 from trainer.planning.shapes.geometry import Geometry
-from trainer.planning.shapes.run_shapes import component_base, component_config, run_geometry, run_shape
+from trainer.planning.shapes.run_shapes import (
+    CONFIGS,
+    component_base,
+    component_config,
+    run_geometry,
+    run_shape,
+)
 from trainer.planning.shapes.set_look import seen, shapes_of
 from trainer.planning.torch_and_driver import require_memory_kind
 from trainer.words.sizes import gib
@@ -74,7 +80,7 @@ def plan_run(
     config, family = loaded.config, families.get(loaded.config.family)
     judge(family, loaded)
     folder = (find_model or local_folder)(config)
-    told = check_base(family, loaded, folder) if folder is not None else ()
+    told = _told(family, loaded, folder)
     kinds = _kinds(facts, requested_profile, unified)
 
     def changed_by(values: Mapping[str, Any]) -> RunConfig:
@@ -103,6 +109,16 @@ def plan_run(
     rows = base_rows(family, config, folder) if is_repository(config) else ()
     warnings = (*plan.warnings, *told, *short_of_memory(plan, facts))
     return dataclasses.replace(plan, decisions=(*plan.decisions, *rows), warnings=warnings)
+
+
+def _told(family: Family, loaded: Loaded, folder: Path | None) -> tuple[str, ...]:
+    """Warnings about the base model, as far as it is here, and about keys without effect; raises as
+    `check_base`.
+    """
+    of_base = check_base(family, loaded, folder) if folder is not None else ()
+    known = folder or CONFIGS / family.name
+    require_shift(family, loaded, known)
+    return (*of_base, *without_effect(family, loaded, known))
 
 
 def _interface(hosts: Hosts) -> str:

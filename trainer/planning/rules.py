@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from trainer.config import environment
 from trainer.config.judging import rules as of_configuration
 from trainer.config.judging.rule import Clash, Context, Rule, check
 from trainer.config.reading.load import Loaded
 from trainer.config.schema import DataSet
+from trainer.config.tree import by_user
 from trainer.errors import ConfigError, HardwareError
 from trainer.families.family import Family
+from trainer.modeling.base.base import read_config
 from trainer.planning.choose import attention, candidates, loading, optimizers, swap_and_shard, switches
 from trainer.planning.choose.situation import Situation
 from trainer.planning.shapes.adapters import needs_whole_base
+from trainer.planning.shapes.run_shapes import CONFIGS
 from trainer.ways.storages import WAYS, multiplied_in
 from trainer.words import extras
 
@@ -94,6 +98,10 @@ FAMILY: tuple[Rule[OfFamily], ...] = (
          "`{key}`: {title} trains on images, and a caption is no conversation", "leave it out"),
     Rule(("data.sets",), lambda at: _written(at, _talks(at), _ABOUT_IMAGES),
          "`{key}`: {title} trains on conversations, and {why}", "leave it out"),
+    Rule(("features.vae_tiling",),
+         lambda at: _written(at, _talks(at) and at.config.features.vae_tiling is True, {},
+                             "features.vae_tiling"),
+         "`{key}`: {title} trains on conversations, and has no VAE", "leave it out"),
     Rule(("validation.metrics",),
          lambda at: _written(at, _talks(at) and bool(at.config.validation.metrics), {}, "validation.metrics"),
          "`{key}`: {title} writes text, and these measure pictures", "leave it out"),
@@ -108,11 +116,54 @@ def judge(family: Family, loaded: Loaded) -> None:
         raise ConfigError(problems)
 
 
+def without_effect(family: Family, loaded: Loaded, folder: Path) -> Iterator[str]:
+    """A warning for each key that was written and says nothing to a family of this kind or to its base in
+    `folder`, but for those that `judge` refuses. A preset is for families of both kinds.
+    """
+    talks = family.sample_kind == "conversation"
+    kind = "conversations" if talks else "images"
+    reasons = dict.fromkeys(
+        sorted(of_configuration.OF_IMAGES if talks else of_configuration.OF_CONVERSATIONS),
+        f"{family.title} trains on {kind}",
+    )
+    if not talks and not _distilled(family, folder):
+        reasons["flow.guidance_scale"] = "this base is not told a guidance while it trains"
+    for key, reason in reasons.items():
+        section, _, name = key.partition(".")
+        ours = vars(loaded.config)[section]
+        standard = type(ours).model_fields[name].default
+        usual = (standard, family.defaults.get(section, {}).get(name, standard))
+        where = loaded.sources.get(key, "default")
+        if by_user(where) and vars(ours)[name] not in usual:
+            yield f"`{key}` ({where}) has no effect: {reason}"
+
+
+def _distilled(family: Family, folder: Path) -> bool:
+    """Whether the base in `folder` is told a guidance value; as the published one, where it does not say."""
+    found = (root / family.trained_component / "config.json" for root in (folder, CONFIGS / family.name))
+    said = (read_config(path) for path in found if path.is_file())
+    return bool(next((one[_GUIDANCE] for one in said if _GUIDANCE in one), False))
+
+
+def require_shift(family: Family, loaded: Loaded, folder: Path) -> None:
+    """Raise ConfigError where `flow.shift` asks for a shift by resolution and the base has none."""
+    path = folder / "scheduler" / "scheduler_config.json"
+    asked = loaded.config.flow.shift == "resolution" and family.sample_kind == "image"
+    if asked and path.is_file() and not read_config(path).get("use_dynamic_shifting"):
+        raise ConfigError(
+            f"`{_SHIFT}: resolution`: the base model's scheduler has no shift that depends on the resolution"
+            f" ({path} has no `use_dynamic_shifting: true`)",
+            where=loaded.sources.get(_SHIFT, _SHIFT),
+            remedy=f"write `{_SHIFT}: auto`, or a number",
+        )
+
+
 Why = Callable[[Situation], str | bool]
 """Why a value that was written cannot be had; empty or False where it can."""
 _WEIGHTS, _COMPUTE, _MODULATION = "features.weights", "features.compute", "features.modulation"
 _BLOCKS, _TF32, _ADAPTER = "features.activation_checkpointing", "features.tf32", "lora.type"
 _OPTIMIZER, _COMPILE, _SHARE = optimizers.KEY, switches.COMPILE, switches.SHARE
+_SHIFT, _GUIDANCE = "flow.shift", "guidance_embeds"
 _FULL_FILES = "or use the model's full-precision files"
 
 

@@ -243,6 +243,19 @@ def test_errors_as_data_have_no_secrets_and_every_problem(
     ]
 
 
+def test_an_error_of_the_plan_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where what found it knows the key alone."""
+    path = tmp_path / "c.yaml"
+    base = tmp_path / "nothing"
+    path.write_text(
+        f"family: llama\nmodel:\n  pretrained_model_name_or_path: {base}\n"
+        f"data: {{sets: [{{chat_file: {tmp_path / 'chats.jsonl'}}}]}}\noutput_dir: {tmp_path / 'run'}\n"
+    )
+    assert main(["plan", str(path)]) == ExitCode.BAD_CONFIG
+    key = "model.pretrained_model_name_or_path"
+    assert f"{path}:3: {key}: the base model's folder {base} does not exist" in capsys.readouterr().err
+
+
 def test_our_own_bugs_keep_their_traceback() -> None:
     @click.command()
     def buggy() -> None:

@@ -60,8 +60,14 @@ def test_another_runs_best_lora_is_a_result(tmp_path: Path) -> None:
 
 
 def test_the_same_run_may_start_again(tmp_path: Path) -> None:
+    """Such as a full fine-tune that was told to write no checkpoints: it begins anew, and says so."""
     finished(tmp_path, '{"seed": "0"}')
-    resume.require_free_folder(context(tmp_path), FINGERPRINT)
+    given, said = context(tmp_path), []
+    given.say = said.append
+    resume.require_free_folder(given, FINGERPRINT)
+    assert said == [
+        f"{tmp_path / 'lora'} of this run is here, and no checkpoint: all is trained again to write it anew"
+    ]
 
 
 @pytest.mark.parametrize("text", ["", '{"seed": ', "[]"])

@@ -95,7 +95,7 @@ lora:
   rank_pattern:
     to_q: 8
     to_z: 2
-  alpha_pattern: {ff: 2}
+  alpha_pattern: {ff: 2, '.*\\.77\\.to_q': 2}
 """
 
 
@@ -110,6 +110,7 @@ def test_names_of_no_layer_are_told_at_once_where_they_were_written(tmp_path: Pa
         ("8", "`lora.target_modules`: no linear layer is called 'to_kk'"),
         ("11", "`lora.rank_pattern`: no layer with an adapter is called 'to_z'"),
         ("12", "`lora.alpha_pattern`: no layer with an adapter is called 'ff'"),
+        ("12", "`lora.alpha_pattern`: no layer with an adapter is called '.*\\.77\\.to_q'"),
     ]
     remedies = [one.remedy for one in caught.value.problems]
     assert remedies[0].startswith("did you mean 'to_k'? known: attn.add_k_proj, ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import pytest
 import yaml
 
 from trainer import families
-from trainer.config.reading.load import Loaded, load
+from trainer.config.reading.load import Loaded, load, with_settings
 from trainer.engine.caching.samples import prompt_controls
 from trainer.errors import ConfigError
-from trainer.planning.rules import judge
+from trainer.planning.rules import judge, require_shift, without_effect
 
 DRAWS = next(name for name in families.names() if families.get(name).sample_kind == "image")
 EDITS = next(name for name in families.names() if families.get(name).control_counts[1] > 0)
@@ -86,6 +87,80 @@ def test_place_and_reason(
     assert words in problem.what
     assert str(tmp_path / "c.yaml") in problem.where
     assert problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("family", "data", "validation", "keys"),
+    [
+        (DRAWS, IMAGES, {"max_new_tokens": 7}, ["validation.max_new_tokens"]),
+        (
+            WRITES,
+            {**CHATS, "resolution": 512},
+            {"guidance_scale": 2.0, "num_inference_steps": 4, "resolution": 64},
+            [
+                "data.resolution",
+                "validation.guidance_scale",
+                "validation.num_inference_steps",
+                "validation.resolution",
+            ],
+        ),
+        (
+            WRITES,
+            {**CHATS, "resolution": 1024, "caption_dropout_rate": 0},
+            {"max_new_tokens": 7},
+            [],
+        ),  # as config.resolved.yaml has it
+    ],
+)
+def test_keys_of_another_kind_of_family_are_told(
+    family: str, data: dict[str, Any], validation: dict[str, Any], keys: list[str], tmp_path: Path
+) -> None:
+    given = loaded(family, tmp_path, data, validation)
+    told = list(without_effect(families.get(family), given, tmp_path))
+    assert [text.split("`")[1] for text in told] == keys
+    assert all(str(tmp_path / "c.yaml") in text and "has no effect" in text for text in told)
+
+
+@pytest.mark.parametrize(
+    ("family", "says", "is_told"),
+    [
+        ("flux1_dev", None, False),
+        ("flux1_dev", False, True),
+        ("qwen_image", None, True),
+        ("kandinsky5", None, True),
+    ],
+)
+def test_a_guidance_that_the_base_is_not_told_has_no_effect(
+    family: str, says: bool | None, is_told: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "transformer").mkdir()
+    config = {} if says is None else {"guidance_embeds": says}
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
+    given = with_settings(loaded(family, tmp_path, IMAGES), {"flow.guidance_scale": 3.5})
+    told = list(without_effect(families.get(family), given, tmp_path))
+    assert [text.split("`")[1] for text in told] == ["flow.guidance_scale"] * is_told
+
+
+def test_a_language_model_has_no_vae_to_tile(tmp_path: Path) -> None:
+    given = with_settings(loaded(WRITES, tmp_path, CHATS), {"features.vae_tiling": True})
+    with pytest.raises(ConfigError, match=r"`features.vae_tiling`: .* has no VAE"):
+        judge(families.get(WRITES), given)
+
+
+@pytest.mark.parametrize(("dynamic", "shift"), [(False, "resolution"), (True, "resolution"), (False, 3.0)])
+def test_a_shift_that_the_base_has_not_is_refused_by_the_plan(
+    dynamic: bool, shift: object, tmp_path: Path
+) -> None:
+    folder = tmp_path / "base" / "scheduler"
+    folder.mkdir(parents=True)
+    (folder / "scheduler_config.json").write_text(json.dumps({"use_dynamic_shifting": dynamic}))
+    given = with_settings(loaded(DRAWS, tmp_path, IMAGES), {"flow.shift": shift})
+    if dynamic or shift != "resolution":
+        require_shift(families.get(DRAWS), given, folder.parent)
+        return
+    with pytest.raises(ConfigError, match="no shift that depends on the resolution") as caught:
+        require_shift(families.get(DRAWS), given, folder.parent)
+    assert "flow.shift" in caught.value.problems[0].remedy
 
 
 @pytest.mark.parametrize(("family", "data"), [(DRAWS, IMAGES), (EDITS, IMAGES), (WRITES, CHATS)])

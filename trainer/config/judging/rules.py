@@ -21,6 +21,17 @@ _MODE_SCALES = (-1.0, 1.75)
 _BUDGET, _SWAP, _SHARD = "features.activation_budget", "features.block_swap", "parallel.shard"
 _RECOMPUTE, _MODEL = "features.activation_checkpointing", "model.pretrained_model_name_or_path"
 
+OF_IMAGES = frozenset(
+    {key for key in fields.dotted_keys() if key.startswith("flow.")}
+    | {"data.resolution", "data.caption_dropout_rate", "data.trigger_word"}
+    | {
+        f"validation.{key}"
+        for key in ("num_inference_steps", "guidance_scale", "resolution", "control_images")
+    }
+)
+OF_CONVERSATIONS = frozenset({"data.on_long", "data.learn", "validation.max_new_tokens"})
+"""Keys that say nothing to families of the other kind."""
+
 
 def keeps_best(config: RunConfig) -> bool:
     """True if the run keeps the LoRA of its lowest held-out loss."""
@@ -149,7 +160,7 @@ def _bad_patterns(context: Context) -> Iterator[Clash]:
             try:
                 re.compile(f"(.*)({key})")  # as peft puts it into a larger one
             except re.error as error:
-                yield {"key": name, "pattern": repr(key), "error": error.msg}
+                yield {"key": name, "pattern": f"'{key}'", "error": error.msg}
 
 
 def _beside_the_plain_path(context: Context) -> Iterator[Clash]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.config import fields
-from trainer.config.judging.rules import unused_keys
+from trainer.config.judging.rules import OF_CONVERSATIONS, OF_IMAGES, unused_keys
 from trainer.config.schema import DataSet, RunConfig
 from trainer.config.tree import from_plain, merge
 from trainer.config.writing.dump import entry
@@ -16,13 +16,6 @@ from trainer.config.writing.help import helps
 _WIDTH = 110
 _DECIDED = "features"
 """The section that the hardware plan decides: its keys are commented out."""
-_OF_IMAGES = frozenset(
-    {key for key in fields.dotted_keys() if key.startswith("flow.")}
-    | {"data.resolution", "data.caption_dropout_rate", "data.trigger_word"}
-    | {f"validation.{key}" for key in ("num_inference_steps", "guidance_scale", "control_images")}
-)
-_OF_CONVERSATIONS = frozenset({"data.on_long", "data.learn", "validation.max_new_tokens"})
-"""Keys that say nothing to families of the other kind."""
 
 
 def template(family: str, defaults: Mapping[str, Any], *, conversations: bool) -> str:
@@ -35,7 +28,7 @@ def template(family: str, defaults: Mapping[str, Any], *, conversations: bool) -
     required = {"family": family, "data": {"sets": sets}, "output_dir": f"/output/{family}"}
     tree = merge(from_plain(defaults, "family"), from_plain(required, "template"))
     config = RunConfig.model_validate(tree.plain())
-    left_out = unused_keys(config) | (_OF_IMAGES if conversations else _OF_CONVERSATIONS)
+    left_out = unused_keys(config) | (OF_IMAGES if conversations else OF_CONVERSATIONS)
     head = (
         f"Every key of a configuration for {family}, with its default: `trainer config template {family}`."
         " Change what you need and delete the rest: what is left out keeps its default."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -60,6 +60,8 @@ class TextEntry:
     """Control images that the text encoder is shown."""
     prompt: bool = False
     """Whether this is a preview's prompt, for families that encode prompts and captions differently."""
+    place: str = field(default="", compare=False)
+    """File of a sample that has it, with the row of a conversation; empty where it is of no sample."""
     kind: EntryKind = "text"
 
     @property
@@ -86,13 +88,18 @@ Entry = TextEntry | LatentsEntry
 
 
 def text_entry(
-    caption: str, parts: Mapping[str, str], controls: Sequence[ControlView] = (), *, prompt: bool = False
+    caption: str,
+    parts: Mapping[str, str],
+    controls: Sequence[ControlView] = (),
+    *,
+    prompt: bool = False,
+    place: str = "",
 ) -> TextEntry:
     """The text entry of a caption; `parts` names everything else that its tensors depend on."""
     own = {"caption": caption} | ({"prompt": "yes"} if prompt else {})
     own |= {f"control {number}": view.key for number, view in enumerate(controls)}
     key = entry_key("text", {**parts, **own})
-    return TextEntry(key=key, caption=caption, controls=tuple(controls), prompt=prompt)
+    return TextEntry(key=key, caption=caption, controls=tuple(controls), prompt=prompt, place=place)
 
 
 def latents_entry(record: ImageRecord, parts: Mapping[str, str]) -> LatentsEntry:
@@ -177,7 +184,7 @@ def list_entries(
     if prompt_controls or not family.control_counts[0]:
         for caption, own in zip(prompts, prompt_controls or [()] * len(prompts), strict=True):
             views = [ControlView(control=one) for one in (own if sees else ())]
-            entry = text_entry(caption, text, views, prompt=not drawn)
+            entry = text_entry(caption, text, views, prompt=not drawn, place="validation.prompts")
             empty = text_entry(negative_prompt, text, views) if drawn else None
             listed.append(Prompt(entry=entry, empty=empty, controls=own))
     images = [record for record in records if isinstance(record, ImageRecord)] if drawn else []
@@ -185,7 +192,8 @@ def list_entries(
         cache=Cache(context.cache_dir, family.name),
         records=tuple(records),
         texts=tuple(
-            text_entry(one.caption, learned, views) for one, views in zip(records, seen, strict=True)
+            text_entry(one.caption, learned, views, place=str(one.path))
+            for one, views in zip(records, seen, strict=True)
         ),
         empties=tuple(text_entry("", text, views) for views in seen) if drawn else (),
         latents=tuple(latents_entry(record, latents) for record in images),

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.data.leftout import first_lines
+from trainer.data.leftout import capped, first_lines
 from trainer.data.records import Record
 from trainer.engine.caching.entries import Entries, Entry, TextEntry, precision
 from trainer.engine.caching.pictures import Pictures, read_ahead, read_pictures
 from trainer.engine.caching.store import MISSING, Cache
 from trainer.engine.context import Context
-from trainer.errors import DivergedError
+from trainer.errors import DataError, DivergedError, Problem
 from trainer.families import losses
 from trainer.families.values import EntryKind
 from trainer.telemetry.progress import bars
@@ -101,7 +101,8 @@ def _encode_share(
 ) -> None:
     """Encode this rank's share of the missing entries; as many ranks work as have enough to do.
 
-    What the others do meanwhile counts as done in proportion.
+    What the others do meanwhile counts as done in proportion. Raises DataError of all texts that are too
+    long, once the others are encoded.
     """
     place, working = context.fills.index(context.ranks.rank), -(-len(missing) // LEAST_ENTRIES)
     working = min(len(context.fills), working)
@@ -109,11 +110,18 @@ def _encode_share(
     if not ours:
         return
     there = told = total - len(missing)
+    problems: list[Problem] = []
     read = functools.partial(read_pictures, control_size=context.family.control_size)
     with _encoders(context, ours[0].kind) as encode, contextlib.closing(read_ahead(ours, read)) as ahead:
         for number, (entry, pictures) in enumerate(ahead, start=1):
             context.stop.raise_if_requested()
-            tensors = encode(entry, pictures)
+            try:
+                tensors = encode(entry, pictures)
+            except DataError as error:
+                if not isinstance(entry, TextEntry) or any(one.where for one in error.problems):
+                    raise  # of a template that fits no conversation
+                problems += [dataclasses.replace(one, where=entry.place) for one in error.problems]
+                continue
             bad = next((name for name, one in tensors.items() if not one.isfinite().all()), None)
             if bad is not None:  # cached, it would poison every later run
                 what = f"encoding {entry.name} gave values in `{bad}` that are not finite"
@@ -123,6 +131,8 @@ def _encode_share(
             while told < there + number * len(missing) // len(ours):
                 told += 1
                 on_done(told, total)
+    if problems:
+        raise DataError(capped(problems))
 
 
 @contextlib.contextmanager

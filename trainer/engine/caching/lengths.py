@@ -39,7 +39,7 @@ class _Fitted:
 
 def fit_lengths(context: Context, samples: Samples) -> Samples:
     """The samples with none that is longer than `data.max_sequence_length`, where `data.on_long` is not
-    `error`: then encoding refuses the first long one.
+    `error`: then encoding refuses all long ones.
 
     Tells what is left out and cut. Raises DataError where nothing is left to train on, or to measure on. All
     ranks find the same.

@@ -222,7 +222,9 @@ def _results(run_dir: Path) -> list[Path]:
 
 
 def require_free_folder(context: Context, fingerprint: Mapping[str, str]) -> None:
-    """Without a checkpoint to continue, only the same run may start again in a folder that holds results."""
+    """Without a checkpoint to continue, only the same run may start again in a folder that holds results; it
+    is told where one of them is whole.
+    """
     run_dir = context.run_dir
     results = _results(run_dir)
     if not results:
@@ -234,6 +236,10 @@ def require_free_folder(context: Context, fingerprint: Mapping[str, str]) -> Non
     if not record.is_file():
         raise ConfigError(f"{results[0].name} of another run is here", where=str(run_dir), remedy=_ELSEWHERE)
     checkpoint.require_same_run(run_dir, _fingerprint(record), fingerprint, context.say)
+    if results[0].is_dir():
+        context.say(
+            f"{results[0]} of this run is here, and no checkpoint: all is trained again to write it anew"
+        )
 
 
 def _fingerprint(path: Path) -> dict[str, str]:

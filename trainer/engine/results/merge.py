@@ -56,7 +56,8 @@ def _require(
     weights, key = loaded.config.features.weights, "features.weights"
     if weights in frozen():
         what = f"`{key}: {weights}` is a base that is quantised as it loads, and merging is into its files"
-        raise ConfigError(what, where=loaded.sources.get(key, key), remedy=f"leave {key} out")
+        remedy = f"add `--set {key}=auto`: the LoRA is added to the weights as those files have them"
+        raise ConfigError(what, where=loaded.sources.get(key, key), remedy=remedy)
     if "quantization_config" in source.component_config(family.trained_component):
         raise ConfigError(
             f"{source.identity} is stored quantised: a change as small as a LoRA's is lost in its steps",

@@ -64,7 +64,7 @@ def _unknown_in_patterns(
     for key, values in (("lora.rank_pattern", lora.rank_pattern), ("lora.alpha_pattern", lora.alpha_pattern)):
         for one in values:
             if not any(pattern_value({one: 1}, name, 0) for name in targets):
-                what = f"`{key}`: no layer with an adapter is called {one!r}"
+                what = f"`{key}`: no layer with an adapter is called '{one}'"
                 where = sources.get(f"{key}.{one}", sources.get(key, ""))
                 yield Problem(what=what, where=where, remedy=_meant(one, targets))
 
