@@ -23,7 +23,7 @@ _RECOMPUTE, _MODEL = "features.activation_checkpointing", "model.pretrained_mode
 
 OF_IMAGES = frozenset(
     {key for key in fields.dotted_keys() if key.startswith("flow.")}
-    | {"data.resolution", "data.caption_dropout_rate", "data.trigger_word"}
+    | {"data.resolution", "data.caption_dropout_rate", "data.trigger_word", "features.vae_tiling"}
     | {
         f"validation.{key}"
         for key in ("num_inference_steps", "guidance_scale", "resolution", "control_images")
