@@ -61,7 +61,12 @@ def test_long_conversations_are_refused_by_default(workshop: Workshop, tmp_path:
     ("on_long", "kept"), [("skip", [SHORT, OTHER]), ("cut", [SHORT, chat("Yes."), OTHER])]
 )
 def test_runs_train_on_what_fits(
-    on_long: str, kept: Sequence[object], workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    on_long: str,
+    kept: Sequence[object],
+    workshop: Workshop,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     rows = [SHORT, CUT, HOPELESS, OTHER]
     made, file = job(workshop, tmp_path, rows, on_long=on_long), tmp_path / "chats.jsonl"
@@ -70,6 +75,9 @@ def test_runs_train_on_what_fits(
     lengths = [count(made.context.source)(record.caption) for record in made.samples.training]
     with caplog.at_level(logging.WARNING, logger="trainer"):
         made.train()
+    shown = capsys.readouterr().err
+    assert shown.count("percent 100/100") == 1  # of the model, whose last bytes are told twice
+    assert "measuring conversations 4/4" in shown
     listed = [json.loads(line) for line in (made.folder / "left_out.jsonl").read_text().splitlines()]
     left_out = {2: f"{LIMIT} are possible", 3: f"{LIMIT} are possible"}
     if on_long == "cut":
@@ -117,7 +125,9 @@ def test_a_run_of_nothing_is_refused(on_long: str, workshop: Workshop, tmp_path:
     assert [problem.where for problem in others] == [f"{tmp_path / 'chats.jsonl'}:{line}" for line in (1, 2)]
 
 
-def test_held_out_conversations_are_cut_too_and_stay_apart(workshop: Workshop, tmp_path: Path) -> None:
+def test_held_out_conversations_are_cut_too_and_stay_apart(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One that is cut to the same beginning as a held-out one is not trained on."""
     file = tmp_path / "held-out.jsonl"
     file.write_text(json.dumps(CUT) + "\n" + json.dumps(HOPELESS) + "\n")
@@ -125,6 +135,8 @@ def test_held_out_conversations_are_cut_too_and_stay_apart(workshop: Workshop, t
     held_out = f"validation.chat_file={file}"
     made = job(workshop, tmp_path, [SHORT, same, OTHER], held_out, on_long="cut")
     fitted = fit_lengths(made.context, made.samples)
+    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("measuring")]
+    assert shown == ["measuring held-out conversations 2/2", "measuring conversations 3/3"]
     assert [json.loads(one.caption) for one in fitted.held_out] == [chat("Yes.")["messages"]]
     assert [one.identifier for one in fitted.training] == ["0/1", "0/3"]
     told = dict(fitted.left_out)

@@ -126,23 +126,19 @@ def test_a_checkpoint_with_less_on_record_goes_on_and_says_what_is_not_known(
 
 
 @pytest.mark.parametrize(
-    ("option", "name"),
+    "option",
     [
-        ("flow.weighting_scheme=logit_normal", "flow.weighting_scheme"),
-        ("flow.shift=3", "flow.shift"),
-        ("flow.guidance_scale=3.5", "flow.guidance_scale"),
-        ("data.max_sequence_length=32", "max_sequence_length"),
-        ("lora.rank=2", "lora.rank"),
-        ("train.seed=4", "seed"),
+        *("flow.weighting_scheme=logit_normal", "flow.shift=3", "flow.guidance_scale=3.5"),
+        *("data.max_sequence_length=32", "lora.rank=2", "train.seed=4"),
     ],
 )
 def test_another_experiment_is_refused(
-    option: str, name: str, workshop: Workshop, four_steps: Path, tmp_path: Path
+    option: str, workshop: Workshop, four_steps: Path, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(four_steps, tmp_path / "copy"))
     with pytest.raises(ConfigError, match="the run in this folder was started differently") as caught:
         workshop.job(CASE, folder, *LONGER, option).train()
-    assert name in {problem.where for problem in caught.value.problems}
+    assert option.partition("=")[0] in {problem.where for problem in caught.value.problems}
 
 
 def test_changes_that_are_no_other_experiment_are_said_with_both_values(
@@ -269,7 +265,7 @@ def test_a_named_checkpoint_does_not_go_on_among_the_results_of_another_run(
     record.write_text(json.dumps({**json.loads(record.read_text()), "seed": "5"}))
     before = files(folder / "run", "**/*")
     named = four_steps / "run" / "checkpoints" / "step-000004"
-    with pytest.raises(ConfigError, match="seed: the checkpoint has '5'"):
+    with pytest.raises(ConfigError, match=r"train\.seed: it began with '5'"):
         workshop.job(CASE, folder, *LONGER, f"checkpoint.resume_from_checkpoint={named}").train()
     assert not different(files(folder / "run", "**/*"), before)
 

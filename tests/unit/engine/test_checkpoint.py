@@ -247,8 +247,8 @@ def test_another_run_is_refused_with_every_difference(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         checkpoint.require_same_run(folder, FINGERPRINT, {"seed": "1", "lora.rank": "16"}, print)
     text = str(caught.value)
-    assert "seed: the checkpoint has '0', this run '1'" in text
-    assert "lora.rank: the checkpoint has '8', this run '16'" in text
+    assert "train.seed: it began with '0', this start has '1'" in text
+    assert "lora.rank: it began with '8', this start has '16'" in text
     assert text.endswith("-> set back what is listed, or choose another output_dir to start afresh")
     with pytest.raises(ConfigError, match="data: images, captions or what is done with them are not those"):
         one, two = {"data": "18c0a833651f21ef"}, {"data": "57a2d81abf5c18d5"}

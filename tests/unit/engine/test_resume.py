@@ -39,7 +39,7 @@ def test_an_empty_folder_is_free(tmp_path: Path) -> None:
 
 def test_another_run_is_refused_where_results_are(tmp_path: Path) -> None:
     finished(tmp_path, '{"seed": "1"}')
-    with pytest.raises(ConfigError, match="seed: the checkpoint has '1', this run '0'"):
+    with pytest.raises(ConfigError, match=r"train\.seed: it began with '1', this start has '0'"):
         resume.require_free_folder(context(tmp_path), FINGERPRINT)
 
 
@@ -53,7 +53,7 @@ def test_another_runs_best_lora_is_a_result(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="best of an earlier run is here and resuming is forbidden"):
         resume.require_free_folder(context(tmp_path, wanted="never"), FINGERPRINT)
     (tmp_path / resume.RUN_FILE).write_text('{"seed": "1"}')
-    with pytest.raises(ConfigError, match="seed: the checkpoint has '1', this run '0'"):
+    with pytest.raises(ConfigError, match=r"train\.seed: it began with '1', this start has '0'"):
         resume.require_free_folder(context(tmp_path), FINGERPRINT)
     (tmp_path / resume.RUN_FILE).write_text('{"seed": "0"}')
     resume.require_free_folder(context(tmp_path), FINGERPRINT)

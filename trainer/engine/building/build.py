@@ -135,8 +135,10 @@ def _streamed(context: Context) -> Model:
         def on_bytes(done: int, total: int) -> None:
             nonlocal shown
             context.stop.raise_if_requested()
-            bar.advance(100 * done // total - shown)
-            shown = 100 * done // total
+            percent = 100 * done // total
+            if percent > shown:
+                bar.advance(percent - shown)
+                shown = percent
 
         def on_shard(done: int, total: int) -> None:
             context.alive(Phase.LOAD, step=done, total=total, item_done=True)

@@ -49,9 +49,12 @@ def fit_lengths(context: Context, samples: Samples) -> Samples:
         return samples
     count = make_counter(context.source)
     with bars() as advance:
-        on_done = functools.partial(advance, "measuring conversations")
-        held_out = _fit(context, samples.held_out, count, on_done)
-        training = _apart(_fit(context, samples.training, count, on_done), held_out)
+        of_held_out, of_training = (
+            functools.partial(advance, f"measuring {kind}")
+            for kind in ("held-out conversations", "conversations")
+        )
+        held_out = _fit(context, samples.held_out, count, of_held_out)
+        training = _apart(_fit(context, samples.training, count, of_training), held_out)
     for kind, before, fitted in (
         ("trained on", samples.training, training),
         ("held out", samples.held_out, held_out),

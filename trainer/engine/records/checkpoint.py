@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from trainer.engine.records.early_stop import Patience
-from trainer.engine.records.fingerprint import Change, changes
+from trainer.engine.records.fingerprint import REFUSED, Change, changes
 from trainer.errors import ConfigError, Problem
 from trainer.files.atomic import (
     kept_aside,
@@ -348,9 +348,10 @@ def require_same_run(
     if refused:
         problems = []
         for change in refused:
-            differs = f"the checkpoint has {change.old!r}, this run {change.new!r}"
+            differs = f"it began with {change.old!r}, this start has {change.new!r}"
             told = _OTHERWISE.get(change.name, differs)
-            problems.append(Problem(what=told, where=change.name))
+            keys = REFUSED.get(change.name) or (change.name,)
+            problems.append(Problem(what=told, where=keys[0] if len(keys) == 1 else change.name))
         remedy = "set back what is listed, or choose another output_dir to start afresh"
         heading = Problem(what="the run in this folder was started differently", where=str(folder))
         raise ConfigError([heading, *problems[:-1], dataclasses.replace(problems[-1], remedy=remedy)])
