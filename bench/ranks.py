@@ -75,7 +75,7 @@ def _measure(job: ours.Job, variant: str, folder: Path, way: str, gpus: int) -> 
     names = processes.visible()[:gpus] if way == "one" else [""]
 
     def run(number: int, environ: Mapping[str, str]) -> dict[str, Any]:
-        mine = folder.with_name(f"{folder.name}-gpu{number}") if number else folder
+        mine = folder / str(number)
         # a data set of its own: another run writes while this one reads
         shared = folder.with_name(f"shared-{number}")
         sample = ours.train(job, variant, mine, shared, environ=environ)

@@ -29,6 +29,10 @@ _SHORTEST = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content":
 _log = logging.getLogger(__name__)
 
 
+class TooLongError(DataError):
+    """A conversation that has more tokens than a row; who knows its file says the place."""
+
+
 def load_tokenizer(
     kind: EntryKind, source: ModelSource, *, device: str, dtype: torch.dtype, vae_tiling: bool
 ) -> Any:
@@ -123,8 +127,8 @@ def encode_conversation(
     learned, else 0. These are the assistant's messages, or the last one, with what ends each of them, or all
     tokens but the first, which nothing predicts.
 
-    Nothing is cut: raises DataError for more than `max_sequence_length` tokens, and for a template that does
-    not render a conversation up to an answer that is learned as the beginning of the whole.
+    Nothing is cut: raises TooLongError for more than `max_sequence_length` tokens, DataError for a template
+    that does not render a conversation up to an answer that is learned as the beginning of the whole.
     """
     import torch
 
@@ -142,9 +146,9 @@ def encode_conversation(
 
 
 def _require_fitting(messages: Sequence[Mapping[str, str]], ids: Sequence[int], most: int) -> None:
-    """Raise DataError for more tokens than a row has."""
+    """Raise TooLongError for more tokens than a row has."""
     if len(ids) > most:
-        raise DataError(
+        raise TooLongError(
             f"{_named(messages)} has {len(ids)} tokens, more than data.max_sequence_length ({most})",
             remedy="raise data.max_sequence_length, or write data.on_long: skip, or cut",
         )

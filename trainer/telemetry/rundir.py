@@ -19,8 +19,6 @@ _PRUNED = ("checkpoints", "samples")
 _FOLDERS = frozenset((
     *_PRUNED, "best", ".best.old", "lora", "model", ".model.old", "tensorboard", "wandb",
 ))
-# fmt: on
-# fmt: off
 _FILES = frozenset((
     LOCK_FILE, "before_after.png", CONFIG_FILE, "left_out.jsonl", "log.jsonl", "metrics.jsonl", "plan.json",
     "process.json", "run.json", "wandb.id",

@@ -74,7 +74,7 @@ def test_these_are_all_of_them() -> None:
 def test_a_run_that_names_its_data_alone_has_these_values(name: str, tmp_path: Path) -> None:
     loaded = read(name, tmp_path)
     for (section, key), value in DEFAULTS.items():
-        assert getattr(getattr(loaded.config, section), key) == value, f"{section}.{key}"
+        assert vars(vars(loaded.config)[section])[key] == value, f"{section}.{key}"
     assert loaded.config.model.pretrained_model_name_or_path == BASES[name]
     assert loaded.config.data.learn == LEARN[name]
     sections = {(section, key) for section, keys in families.get(name).defaults.items() for key in keys}

@@ -234,7 +234,7 @@ def test_a_block_that_is_computed_again_holds_its_mlp_of_another_width() -> None
 
 
 def test_a_wide_mlp_holds_more_in_its_backward_pass_than_the_last_norm() -> None:
-    """Of Qwen2.5-7B uncompiled 13.87 values were counted on an H200, of the 8B 9.0."""
+    """An H200 held 13.87 values of Qwen2.5-7B uncompiled beyond those planned to be kept, of the 8B 9.0."""
     wide = {**LLAMA_8B, "hidden_size": 3584, "intermediate_size": 18944}
     more = language.more_values(wide, linear_inputs=False, compiled=False)
     assert 9.0 + more.beyond == pytest.approx(13.87, rel=0.01)

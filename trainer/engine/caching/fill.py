@@ -20,6 +20,7 @@ from trainer.engine.caching.store import MISSING, Cache
 from trainer.engine.context import Context
 from trainer.errors import DataError, DivergedError, Problem
 from trainer.families import losses
+from trainer.families.conversations import TooLongError
 from trainer.families.values import EntryKind
 from trainer.telemetry.progress import bars
 from trainer.telemetry.status import Phase
@@ -117,9 +118,8 @@ def _encode_share(
             context.stop.raise_if_requested()
             try:
                 tensors = encode(entry, pictures)
-            except DataError as error:
-                if not isinstance(entry, TextEntry) or any(one.where for one in error.problems):
-                    raise  # of a template that fits no conversation
+            except TooLongError as error:
+                assert isinstance(entry, TextEntry), "only texts have a length"
                 problems += [dataclasses.replace(one, where=entry.place) for one in error.problems]
                 continue
             bad = next((name for name, one in tensors.items() if not one.isfinite().all()), None)

@@ -49,10 +49,8 @@ def fit_lengths(context: Context, samples: Samples) -> Samples:
         return samples
     count = make_counter(context.source)
     with bars() as advance:
-        of_held_out, of_training = (
-            functools.partial(advance, f"measuring {kind}")
-            for kind in ("held-out conversations", "conversations")
-        )
+        of_held_out = functools.partial(advance, "measuring held-out conversations")
+        of_training = functools.partial(advance, "measuring conversations")
         held_out = _fit(context, samples.held_out, count, of_held_out)
         training = _apart(_fit(context, samples.training, count, of_training), held_out)
     for kind, before, fitted in (
