@@ -34,7 +34,7 @@ from trainer.machine import description, idle
 
 COLUMNS = (
     *("family", "variant", "way", "GPUs", "what the plan chose", "ms a step", "fastest to slowest", "of one"),
-    *("peak GiB", "planned", "predicted ms", "loss"),
+    *("peak GiB", "planned", "predicted ms", "loss", "forward and backward ms"),
 )
 WAYS: Mapping[str, str] = {"one": "", "replicated": "none", "sharded": "full", "auto": "", "hosts": ""}
 """Ways to spread a run -> `parallel.shard` where it has several GPUs; empty: the plan's choice. `hosts`: each
@@ -156,6 +156,7 @@ def _rows(
         if way == "one":
             alone[variant] = median
         ratio = f"{median / alone[variant]:.3f}" if variant in alone else ""
+        computed = [time for one in samples for time in one.get("computed", ())]
         reserved = [one["reserved_gib"] for one in samples if "reserved_gib" in one]
         rows.append(
             (
@@ -165,6 +166,7 @@ def _rows(
                 f"{first['planned_gib']:.1f}" if "planned_gib" in first else "",
                 f"{first['predicted']:.0f}",
                 f"{first['loss']:.6f}",
+                f"{statistics.median(computed):.1f}" if computed else "",
             )
         )
     return rows

@@ -33,11 +33,13 @@ from tests.contract.runs import (
 from tests.contract.test_divergence import late_record, poison
 from tests.contract.test_resumes import flip
 from tests.e2e.conftest import Process, Start
+from tests.e2e.harness import RANK_SECONDS
 from tests.e2e.test_interruptions import KILLED, require_equal
 from tests.ranks import is_gone
 from trainer.engine.caching.entries import list_entries
 from trainer.engine.training.feed import make_sampler
 from trainer.errors import ExitCode
+from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 from trainer.telemetry.status import Phase, rank_folder, read_status
 
 FIRST = LORA_CASES[0]
@@ -96,6 +98,12 @@ def test_two_ranks_give_the_bits_of_one(
     assert "each takes 1 of a step's 2 micro-batches" in " ".join(printed.split())
     assert printed.count("Proved: ") == 1
     assert "rank 1" not in printed  # one of them speaks
+    for run in (process, straight):
+        rows = read_metrics(run.run_dir / METRICS_LOG)[
+            1:
+        ]  # no step's time is known before the first one's end
+        computed = sum(row["compute_seconds_per_step"] for row in rows)
+        assert 0.0 < computed < sum(row["seconds_per_step"] for row in rows)
 
 
 SHARDED = (TWO, "parallel.shard=full")
@@ -329,6 +337,8 @@ def test_a_slow_rank_is_named_once_and_the_run_goes_on(start: Start, tmp_path: P
     errors = ended(process)
     assert errors.count("times as long as the others") == 1
     assert "rank 1 takes " in errors
+    rows = read_metrics(process.run_dir / METRICS_LOG)
+    assert rows[-1]["compute_seconds_per_step"] >= RANK_SECONDS
 
 
 @pytest.mark.parametrize(

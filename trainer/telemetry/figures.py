@@ -80,7 +80,8 @@ def ratio_of_medians(
 
 
 def of_steps(rows: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
-    """Milliseconds of the last `steps` steps and peak memory, from the rows of a metrics.jsonl.
+    """Milliseconds of the last `steps` steps, in all and of their passes, and peak memory, from the rows of a
+    metrics.jsonl.
 
     Raises ValueError where a row stands for several steps, or there are too few.
     """
@@ -90,6 +91,9 @@ def of_steps(rows: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
         raise ValueError(f"the log has lines for steps {numbers}, not one for each of {steps} or more")
     timed = trained[-steps:]
     result: dict[str, Any] = {"times": [1e3 * row["seconds_per_step"] for row in timed]}
+    computed = [row["compute_seconds_per_step"] for row in timed if "compute_seconds_per_step" in row]
+    if computed:  # runs of older versions did not log it
+        result["computed"] = [1e3 * seconds for seconds in computed]
     result["loss"] = statistics.fmean(row["loss"] for row in timed)
     peak = max(row.get("device_memory_peak_bytes", 0) for row in trained)
     if peak:

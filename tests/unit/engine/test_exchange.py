@@ -106,7 +106,7 @@ def agreed(ranks: Ranks, micro_batches: int, asked: int, odd: int) -> tuple[floa
         micro_batches,
         asked=asked * (ranks.rank == 1),
         orders=3 if ranks.first else 0,
-        seconds=1.0 + ranks.rank,
+        seconds=(3.0 - ranks.rank, 1.0 + ranks.rank),
         digest=updater.digest(),
     )
     return float(loss), Told.of(said.tolist())
@@ -117,9 +117,9 @@ def test_ranks_agree_on_the_loss_and_on_ending(pool: Workers, micro_batches: int
     wanted = torch.zeros((), dtype=torch.float64)
     for number in range(micro_batches):
         wanted += torch.tensor(0.1 * number)
-    three = Told(asked=75, unequal=False, orders=3, seconds=(1.0, 2.0, 3.0))
+    three = Told(asked=75, unequal=False, orders=3, computed=3.0, seconds=(1.0, 2.0, 3.0))
     assert pool.call(agreed, 3, micro_batches, 75, -1) == [(float(wanted), three)] * 3
-    two = Told(asked=0, unequal=False, orders=3, seconds=(1.0, 2.0))
+    two = Told(asked=0, unequal=False, orders=3, computed=3.0, seconds=(1.0, 2.0))
     assert pool.call(agreed, 2, micro_batches, 0, -1) == [(float(wanted), two)] * 2
 
 

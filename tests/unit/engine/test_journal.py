@@ -41,9 +41,8 @@ def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Journal]:
 
 def log(book: Journal, step: int) -> dict[str, Any]:
     values = {"loss": 1.0, "learning_rate": 1e-4, "grad_norm": 1.0}
-    book.log_step(
-        **values, step=step, steps=1, samples=2, tokens=0, learned_tokens=0, flops=5e13, validation=None
-    )
+    counts = {"step": step, "steps": 1, "samples": 2, "tokens": 0, "learned_tokens": 0}
+    book.log_step(**values, **counts, flops=5e13, computed=0.75, validation=None)
     row: dict[str, Any] = json.loads((book.context.run_dir / METRICS_LOG).read_text().splitlines()[-1])
     return row
 
@@ -65,8 +64,9 @@ def test_the_next_step_pays_for_writing_the_line(book: Journal) -> None:
 def test_model_flops_are_of_all_gpus_and_a_share_of_all_their_peaks(book: Journal) -> None:
     book.start_clock()
     row = log(book, 1)
-    assert (row["model_tflops"], row["mfu"]) == (50.0, 0.25)
+    assert (row["model_tflops"], row["mfu"], row["compute_seconds_per_step"]) == (50.0, 0.25, 0.75)
     text = (book.context.run_dir / "runtime" / METRICS_FILE).read_text()
+    assert "trainer_compute_step_seconds 0.75" in text
     assert "trainer_model_tflops 50.0" in text and "trainer_mfu_ratio 0.25" in text
     book.context.plan.peak_tflops = 0.0
     row = log(book, 2)

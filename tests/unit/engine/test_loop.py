@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainer.engine.optimizing.exchange import Stopwatch
 from trainer.engine.ranks import ALONE
 from trainer.engine.training import loop, rounds, together
 from trainer.engine.training.feed import Fed
@@ -26,6 +27,7 @@ def nothing(*_: object, **__: object) -> None:
 def state_of(updater: Any, step: int = 0) -> State:
     return State(
         updater=updater,
+        watch=Stopwatch("cpu"),
         interval_loss=torch.zeros((), dtype=torch.float64),
         interval_steps=torch.zeros((), dtype=torch.int64),
         step=step,

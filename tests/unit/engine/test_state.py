@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from trainer.config.schema import TrainSection
+from trainer.engine.optimizing.exchange import Stopwatch
 from trainer.engine.optimizing.updater import Updater
 from trainer.engine.ranks import ALONE
 from trainer.engine.records import checkpoint
@@ -88,7 +89,8 @@ def test_records_are_on_the_disk_before_the_checkpoint_that_relies_on_them(
     run: Any = SimpleNamespace(
         context=context, journal=journal, start=SimpleNamespace(fingerprint={}, settings={})
     )
-    now = State(updater=made(), interval_loss=torch.zeros(()), interval_steps=torch.zeros(()), step=3)
+    sums = {"interval_loss": torch.zeros(()), "interval_steps": torch.zeros(())}
+    now = State(updater=made(), watch=Stopwatch("cpu"), **sums, step=3)
     state.save(run, now)
     assert done == ["records", "checkpoint"]
     state.save(run, now)

@@ -23,7 +23,7 @@ from trainer.engine.ranks import Ranks
 # values of a slice are a multiple of it: 32 bytes of the smallest type
 _ALIGNMENT = 16
 # what a rank says of itself before its losses
-_WORDS = 4
+_WORDS = 5
 _SLOW, _SLOW_STEPS = 1.5, 20
 
 
@@ -37,14 +37,22 @@ class Told:
     """Whether the weights of some differ."""
     orders: int
     """Bits of what rank 0 was asked to do between two steps."""
+    computed: float
+    """Seconds of the last step's forward and backward passes on the rank where they took longest."""
     seconds: tuple[float, ...]
     """Time of a sample of the last step on each, forward and backward; 0 where it had none."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Told:
         """The second of what `agree` gives, once it is on the host."""
-        asked, unequal, orders, *seconds = values
-        return cls(asked=int(asked), unequal=bool(unequal), orders=int(orders), seconds=tuple(seconds))
+        asked, unequal, orders, computed, *seconds = values
+        return cls(
+            asked=int(asked),
+            unequal=bool(unequal),
+            orders=int(orders),
+            computed=computed,
+            seconds=tuple(seconds),
+        )
 
 
 class Stopwatch:
@@ -70,9 +78,9 @@ class Stopwatch:
         yield
         self._seconds += time.monotonic() - began
 
-    def lap(self) -> float:
-        """Seconds a sample since the last call, on a GPU before it, when that step's end was waited for; 0
-        without samples. Starts anew.
+    def lap(self) -> tuple[float, float]:
+        """Seconds since the last call, in all and a sample, on a GPU before it, when that step's end was
+        waited for; 0 without samples. Starts anew.
         """
         seconds, samples = self._seconds, self._samples
         if self._on_gpu:
@@ -80,7 +88,7 @@ class Stopwatch:
             seconds = 1e-3 * sum(begin.elapsed_time(end) for begin, end in marks)
             self._before, self._marks = (self._marks, self._samples), []
         self._seconds, self._samples = 0.0, 0
-        return seconds / max(1, samples)
+        return seconds, seconds / max(1, samples)
 
 
 class SlowRanks:
@@ -169,18 +177,19 @@ def agree(
     *,
     asked: int,
     orders: int,
-    seconds: float,
+    seconds: tuple[float, float],
     digest: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of a step, and what all ranks say of themselves, for `Told.of`; on the device, in float64.
 
     `losses` are those of this rank's micro-batches, of `count` in all; they are added in the run's order.
     `asked` is the exit code that this rank was asked to end with or 0, `orders` 0 on all ranks but the first,
-    `seconds` as in `Told`, `digest` a scalar on the device that is equal on all ranks whose weights are.
+    `seconds` what `Stopwatch.lap` gives, `digest` a scalar on the device that is equal on all ranks whose
+    weights are.
     """
     rounds = -(-count // ranks.size)
     own = torch.zeros(_WORDS + rounds, device=digest.device, dtype=torch.float64)
-    own[0], own[1], own[2], own[3] = asked, seconds, digest, orders
+    own[0], (own[1], own[2]), own[3], own[4] = asked, seconds, digest, orders
     for number, loss in enumerate(losses, start=_WORDS):
         own[number] = loss
     by_rank = own.new_zeros(ranks.size, _WORDS + rounds)
@@ -188,5 +197,7 @@ def agree(
     total = torch.zeros((), device=own.device, dtype=own.dtype)
     for loss in by_rank[:, _WORDS:].T.reshape(-1)[:count]:
         total += loss
-    unequal = (by_rank[:, 2] != by_rank[0, 2]).any().to(own.dtype)
-    return total, torch.cat([by_rank[:, 0].max()[None], unequal[None], by_rank[:1, 3], by_rank[:, 1]])
+    unequal = (by_rank[:, 3] != by_rank[0, 3]).any().to(own.dtype)
+    asked_most, computed = by_rank[:, :2].max(dim=0).values
+    told = [asked_most[None], unequal[None], by_rank[:1, 4], computed[None], by_rank[:, 2]]
+    return total, torch.cat(told)

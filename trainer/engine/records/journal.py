@@ -99,11 +99,13 @@ class Journal:
         tokens: int,
         learned_tokens: int,
         flops: float,
+        computed: float | None,
         validation: ValidationRecord | None,
     ) -> str:
         """Record `steps` steps that ended with `step`, and give the line for people.
 
-        `flops` are of the model, by all ranks together; `validation` is the held-out loss of this step.
+        `flops` are of the model, by all ranks together; `computed` is `compute_seconds_per_step` of the
+        record, `validation` the held-out loss of this step.
         """
         now = time.monotonic()
         seconds, held, plan = max(now - self._marked, 1e-9), held_bytes(), self.context.plan
@@ -114,6 +116,7 @@ class Journal:
             learning_rate=learning_rate,
             grad_norm=grad_norm,
             seconds_per_step=seconds / steps,
+            compute_seconds_per_step=computed,
             samples_per_second=samples / seconds,
             tokens_per_second=tokens / seconds if tokens else None,
             learned_tokens_per_second=learned_tokens / seconds if tokens else None,

@@ -158,6 +158,8 @@ def _one_step(run: Work, state: State, steps: together.Steps) -> None:
         together.check_told(run, state)
     if context.ranks.size > 1:
         loss = together.agree(run, state, steps, losses, len(step))
+    else:
+        state.add_computed(state.watch.lap()[0])
     state.grad_norm, bad = state.updater.step(learning_rate(context.config.train, state.step + 1), loss)
     state.flag = HostFlag(bad)
     state.suspects = tuple(fed.micro_batch for fed in step)
@@ -190,7 +192,7 @@ def _micro_batches(run: Work, state: State, step: Sequence[Fed]) -> tuple[torch.
             context.stop.raise_if_requested()
         if fed.batch is not None:
             units = fed.tokens or fed.batch.size
-            with contextlib.nullcontext() if state.watch is None else state.watch.running(units):
+            with state.watch.running(units):
                 # a spare one has neither loss nor gradients
                 found = _micro_batch(run, fed, fed.batch, math.inf if fed.spare else weight)
             loss += 0.0 if fed.spare else found
@@ -331,10 +333,12 @@ def _log(run: Run, state: State, validation: ValidationRecord | None) -> str:
         # weights that are NaN end the run a moment later
         learned_tokens=int(state.interval_learned) if math.isfinite(state.interval_learned) else 0,
         flops=state.interval_flops,
+        computed=state.interval_computed / state.interval_timed if state.interval_timed else None,
         validation=validation,
     )
     state.interval_loss.zero_()
     state.interval_steps.zero_()
     state.timed_steps = state.interval_samples = state.interval_tokens = 0
-    state.interval_learned = state.interval_flops = 0.0
+    state.interval_timed = 0
+    state.interval_learned = state.interval_flops = state.interval_computed = 0.0
     return line

@@ -60,6 +60,8 @@ class State:
     """Weights, moments, their mean and the loss scale (`updater`), and the counters of a run."""
 
     updater: Updater
+    watch: Stopwatch
+    """Times this rank's forward and backward passes."""
     interval_loss: torch.Tensor
     """Sum of the step losses since the last line of the log, also of a process that was killed since; a
     scalar on the device, as the next one.
@@ -68,12 +70,16 @@ class State:
     """Steps of this sum."""
     step: int = 0
     timed_steps: int = 0
-    """Since the last line of the log, or since this process started; so are the next four."""
+    """Since the last line of the log, or since this process started; so are the next six."""
     interval_samples: int = 0
     interval_tokens: int = 0
     interval_learned: float = 0.0
     """Tokens that the loss is on."""
     interval_flops: float = 0.0
+    interval_computed: float = 0.0
+    """Seconds of forward and backward passes, of several ranks on the one where they took longest."""
+    interval_timed: int = 0
+    """Steps of these."""
     grad_norm: torch.Tensor | None = None
     flag: HostFlag | None = None
     """1.0 where the last step was not finite; read one step later."""
@@ -81,8 +87,6 @@ class State:
     """Answers of the ranks to each other in the last step; read with the flag. None for one process."""
     orders: tuple[Order, ...] = ()
     """Orders that are carried out after this step, by all ranks alike."""
-    watch: Stopwatch | None = None
-    """Times this rank's own work, where there are several."""
     slow: SlowRanks = field(default_factory=SlowRanks)
     equal_step: int = 0
     """The newest step after which all ranks had equal weights."""
@@ -96,6 +100,11 @@ class State:
     saved_step: int = 0
     saved_in: Path | None = None
     """Checkpoint of `saved_step`, which may be one of another folder that the run was resumed from."""
+
+    def add_computed(self, seconds: float) -> None:
+        """Count the passes of an earlier step; 0 where their time is not known yet."""
+        self.interval_computed += seconds
+        self.interval_timed += seconds > 0.0
 
 
 def save(run: Run, state: State) -> None:
@@ -171,7 +180,7 @@ def restore(context: Context, updater: Updater, start: Start) -> State:
         # float64: sums do not depend on where a resume cut them
         interval_loss=torch.zeros((), device=context.device, dtype=torch.float64),
         interval_steps=torch.zeros((), device=context.device, dtype=torch.int64),
-        watch=Stopwatch(context.device) if context.ranks.size > 1 else None,
+        watch=Stopwatch(context.device),
     )
     if start.found is not None:
         state.saved_in, snapshot = start.found

@@ -90,6 +90,7 @@ def check_told(work: Work, state: State) -> None:
     context, said = work.context, Told.of(state.told.values())
     state.equal_step = max(state.equal_step, state.step - 1)
     state.orders = orders.of_bits(said.orders)
+    state.add_computed(said.computed)
     slow = state.slow.look(said.seconds)
     if slow:
         context.say(slow)
@@ -136,7 +137,7 @@ def agree(work: Work, state: State, steps: Steps, losses: Sequence[torch.Tensor]
     state.problem = steps.problem_ahead()
     failed = 0 if state.problem is None else state.problem.exit_code
     asked = max(work.context.stop.requested or 0, failed)
-    digest, seconds = state.updater.digest(), 0.0 if state.watch is None else state.watch.lap()
+    digest, seconds = state.updater.digest(), state.watch.lap()
     loss, said = exchange.agree(
         work.context.ranks,
         losses,

@@ -40,6 +40,7 @@ class EventLog:
                 "train/learning_rate": record.learning_rate,
                 "train/grad_norm": record.grad_norm,
                 "speed/seconds_per_step": record.seconds_per_step,
+                "speed/compute_seconds_per_step": record.compute_seconds_per_step,
                 "speed/samples_per_second": record.samples_per_second,
                 "memory/device_peak_gib": record.device_memory_peak_bytes / GIB,
                 "speed/tokens_per_second": record.tokens_per_second,

@@ -70,6 +70,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(name="trainer_learned_tokens_per_second", help="Those that the loss is on."),
     Metric(name="trainer_step_seconds", kind="histogram",
            help="Time of an optimizer step; each step counts with the mean since the log step before."),
+    Metric(name="trainer_compute_step_seconds",
+           help="Forward and backward passes of a step, of several GPUs where they take longest."),
     Metric(name="trainer_model_tflops",
            help="TFLOP a second of the model, recomputation left out, mean since the log step before."),
     Metric(name="trainer_mfu_ratio",
@@ -189,6 +191,7 @@ class RunMetrics:
                 "trainer_last_step_timestamp_seconds": time.time(),
             }
             values |= _known(
+                trainer_compute_step_seconds=record.compute_seconds_per_step,
                 trainer_model_tflops=record.model_tflops,
                 trainer_mfu_ratio=record.mfu,
                 trainer_tokens_per_second=record.tokens_per_second,

@@ -86,6 +86,11 @@ class StepRecord:
     """Norm of the gradients before clipping."""
     seconds_per_step: float
     samples_per_second: float
+    compute_seconds_per_step: float | None = None
+    """Forward and backward passes of a step, of several GPUs on the one where they took longest, up to one or
+    two steps ago; None where no time is known yet. The rest of `seconds_per_step` is the update, what reads
+    and writes data and logs, the exchange of gradients and the waits for other GPUs.
+    """
     tokens_per_second: float | None = None
     """Tokens a second of a language model, without padding; None for other families."""
     learned_tokens_per_second: float | None = None
