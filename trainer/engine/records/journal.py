@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -110,8 +112,10 @@ class Journal:
         now = time.monotonic()
         seconds, held, plan = max(now - self._marked, 1e-9), held_bytes(), self.context.plan
         tflops, peak = flops / seconds / 1e12, plan.ranks * plan.peak_tflops
+        # of a step that validates its figures too, under the same names
+        measured: dict[str, Any] = {"step": step} if validation is None else dataclasses.asdict(validation)
         record = StepRecord(
-            step=step,
+            **measured,
             loss=loss,
             learning_rate=learning_rate,
             grad_norm=grad_norm,
@@ -125,10 +129,6 @@ class Journal:
             device_memory_peak_bytes=held + torch.cuda.max_memory_allocated(),  # 0 on a CPU, as the next two
             device_memory_reserved_bytes=held + torch.cuda.memory_reserved(),
             device_memory_reserved_peak_bytes=held + torch.cuda.max_memory_reserved(),
-            validation_loss=None if validation is None else validation.validation_loss,
-            validation_data=None if validation is None else validation.validation_data,
-            validation_perplexity=None if validation is None else validation.validation_perplexity,
-            validation_token_accuracy=None if validation is None else validation.validation_token_accuracy,
             steps=steps,
             samples=samples,
             tokens=tokens,
