@@ -104,10 +104,8 @@ class Journal:
         computed: float | None,
         validation: ValidationRecord | None,
     ) -> str:
-        """Record `steps` steps that ended with `step`, and give the line for people.
-
-        `flops` are of the model, by all ranks together; `computed` is `compute_seconds_per_step` of the
-        record, `validation` the held-out loss of this step.
+        """Record `steps` steps up to `step`; gives the line for people. `flops` are of the model, by all ranks,
+        `computed` is the record's `compute_seconds_per_step`, `validation` the held-out loss of this step.
         """
         now = time.monotonic()
         seconds, held, plan = max(now - self._marked, 1e-9), held_bytes(), self.context.plan
