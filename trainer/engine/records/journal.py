@@ -104,7 +104,7 @@ class Journal:
         computed: float | None,
         validation: ValidationRecord | None,
     ) -> str:
-        """Record `steps` steps up to `step`; gives the line for people. `flops` are the model's, on all ranks,
+        """Record `steps` steps up to `step`; gives the line for people. `flops` are the model's on all ranks,
         `computed` is the record's `compute_seconds_per_step`, `validation` the held-out loss of this step.
         """
         now = time.monotonic()
