@@ -278,7 +278,7 @@ def run_figures(run: Path, log: str) -> dict[str, Any]:
     slow = [number for number, one in enumerate(times, 1) if one > _STEADY * median]
     graphs = re.search(r"(\d+) CUDA graphs of (\d+) sets of shapes", log)
     compiled = re.search(r"(\d+) graphs compiled", log)
-    largest = re.search(r"micro-batches a step, of \d+ to (\d+) samples", log)
+    largest = re.search(r"micro-batches a step, of (?:\d+ to )?(\d+) sample", log)
     return {
         "what the plan chose": ours.planned(run / "plan.json")["settings"],
         "peak GiB": round(max(row.get("device_memory_reserved_peak_bytes", 0) for row in rows) / GIB, 1),

@@ -81,6 +81,7 @@ def test_figures_are_of_the_second_half(tmp_path: Path) -> None:
     assert (found["peak GiB"], found["planned"]) == (61.0, 60.0)
     fewer = matrix.run_figures(tmp_path, "computed together: 3.1 micro-batches a step, of 1 to 3 samples")
     assert fewer["planned"] == 60 - 10.2
+    assert matrix.run_figures(tmp_path, "together: 1.0 micro-batches a step, of 3 samples") == fewer
 
 
 def test_rows_of_other_cells_stay(tmp_path: Path) -> None:

@@ -100,7 +100,9 @@ def parted(sampler: Sampler, steps: int) -> str:
     """The number of micro-batches in a step and of samples in these, in words; counted in the first steps."""
     counted = min(steps, max(1, _COUNTED // sampler.rows))
     made = [len(one) for step in range(counted) for one in sampler.step(step)]
-    per_step = f"{len(made) / counted:.1f} micro-batches a step, of {min(made)} to {max(made)} samples"
+    each = "1 sample" if max(made) == 1 else f"{max(made)} samples"
+    each = each if min(made) == max(made) else f"{min(made)} to {each}"
+    per_step = f"{len(made) / counted:.1f} micro-batches a step, of {each}"
     return f"samples of a step that are of one shape are computed together: {per_step}"
 
 
