@@ -39,6 +39,7 @@ def test_two_ranks_of_the_quickstart_are_compared(tmp_path: Path) -> None:
     assert "A and B: the plans are equal" in ended.stdout.splitlines()[0]
     assert "the configurations differ in lora.rank (2, 8)" in ended.stdout
     assert "planned otherwise" not in ended.stderr
+    assert "another seed of A was run: its last 4 losses are " in ended.stdout
     runs = {path.name: path for path in (tmp_path / "runs").iterdir() if path.is_dir()}
     assert set(runs) >= {"round-1-A", "round-1-B", "learn-A", "learn-B", "learn-A-with-another-seed"}
     assert not list((tmp_path / "runs").glob("*.runtime")) and not list(tmp_path.glob("trainer-compare-*"))

@@ -255,7 +255,9 @@ def test_a_run_says_what_its_steps_make(context: Any, entries: Entries) -> None:
     assert feed.parted(sampler, 50).endswith(f"{made:.1f} micro-batches a step, of 1 to 2 samples")
 
 
-@pytest.mark.parametrize(("size", "words"), [(1, "2.0 micro-batches a step, of 1 sample"), (3, "of 3 samples")])
+@pytest.mark.parametrize(
+    ("size", "words"), [(1, "2.0 micro-batches a step, of 1 sample"), (3, "of 3 samples")]
+)
 def test_micro_batches_of_one_size_are_told_by_it(size: int, words: str) -> None:
     sampler: Any = SimpleNamespace(rows=4, step=lambda number: [range(size), range(size)])
     assert feed.parted(sampler, 5).endswith(words)

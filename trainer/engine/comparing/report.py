@@ -78,7 +78,7 @@ def _speed_cells(speed: Speed | None, first: str) -> dict[str, str]:
 
 
 def _learned_cells(learned: Learned | None, first: str) -> dict[str, str]:
-    names = ("single losses apart, mean", f"last {losses.LAST} losses, of {first}'s", "learned")
+    names = ("single losses apart, mean", f"last losses, of {first}'s", "learned")
     if learned is None:
         return dict.fromkeys(names, "")
     if learned.diverged_after is not None:
@@ -114,8 +114,8 @@ def notes(variants: Sequence[Variant], outcome: Outcome, extent: Extent) -> list
     if any(one.throttled for one in speeds.values()):
         found.append("the driver held clocks back in rounds that are marked: their times are of that")
     if outcome.again is not None:
-        band = next((one.band for one in verdicts.learned(outcome).values()), None)
-        apart = "" if band is None else f": its last {losses.LAST} losses are {band:.2%} apart"
+        one = next((one for one in verdicts.learned(outcome).values() if one.band is not None), None)
+        apart = "" if one is None else f": its last {one.last_steps} losses are {one.band:.2%} apart"
         found.append(f"another seed of {variants[0].letter} was run{apart}")
     return [*found, *([f"not all runs were made: {outcome.why}"] if outcome.why else [])]
 

@@ -53,11 +53,16 @@ class Learned:
     mean_apart: float
     """Mean |difference| of single losses, as a share of the first one's."""
     last_ratio: float
-    """Mean loss of the last 50 steps over the first one's."""
+    """Mean loss of the last 50 steps, or of all where there are fewer, over the first one's."""
     band: float | None
     """How far another seed of the first is from it by the same measure; None without that run."""
     diverged_after: int | None = None
     """Steps with a finite loss, where it diverged."""
+
+    @property
+    def last_steps(self) -> int:
+        """Steps of the means that are compared."""
+        return min(losses.LAST, self.steps)
 
     @property
     def tolerance(self) -> float:
@@ -70,7 +75,7 @@ class Learned:
         if self.diverged_after is not None:
             return f"diverged after {self.diverged_after} steps"
         apart, within = self.last_ratio - 1, f"within {self.tolerance:.1%}"
-        last = f"last {min(losses.LAST, self.steps)} losses"
+        last = f"last {self.last_steps} losses"
         if abs(apart) <= self.tolerance:
             return f"learns the same: {last} {apart:+.2%}, {within}"
         kind = "worse" if apart > 0 else "more"
