@@ -140,7 +140,7 @@ def _json(path: PurePath, text: str) -> Read:
     except JsonError as error:
         if path.suffix != ".json":
             return _yaml(place, text)
-        remedy = "correct it: no program reads the file as it is"
+        remedy = "correct it: what reads it as JSON stops here (DeepSpeed alone reads Hjson)"
         problem = Problem(what=f"not valid JSON: {error}", where=f"{place}:{error.line}", remedy=remedy)
         return Read(problems=(problem,))
     if recognise.is_facts(found):

@@ -143,7 +143,7 @@ BAD_RECORDS: dict[str, tuple[object, str, str]] = {
     "sharegpt no value": (sharegpt(("human", "a"), ("gpt", None)), "message 2 is not a text", "`value`"),
     "sharegpt two ways": (
         {"conversations": [{"from": "human", "value": "a"}, ANSWERED]},
-        "message 2 has an unknown role: None",
+        "message 2 has no `from`",
         "`from` is one of",
     ),
     "sharegpt begins with an answer": (sharegpt(("gpt", "a"), ("human", "b")), "first message", "begin"),

@@ -183,7 +183,10 @@ def _message(number: int, value: object, tags: Tags, shape: str) -> dict[str, st
     role, content = value.get(tags.role), value.get(tags.content)
     if not isinstance(role, str) or role not in tags.roles:
         remedy = f"`{tags.role}` is one of {', '.join(tags.roles)}"
-        raise TextError(f"message {number} has an unknown role: {role!r}", remedy)
+        if tags is OPENAI_TAGS and (role in _SHAREGPT_ROLES or SHAREGPT_TAGS[0].role in value):
+            remedy += "; the set's `columns: {messages: messages}` reads ShareGPT's words too"
+        what = f"no `{tags.role}`" if role is None else f"an unknown role: {role!r}"
+        raise TextError(f"message {number} has {what}", remedy)
     for key, harmless in _UNREAD_KEYS.items():
         if value.get(key) not in harmless:
             what = f"message {number} has `{key}`, which is not read"

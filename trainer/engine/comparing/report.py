@@ -108,6 +108,8 @@ def notes(variants: Sequence[Variant], outcome: Outcome, extent: Extent) -> list
             f"{len(whole)} run{'s' if len(whole) > 1 else ''} of each: how far apart two of one variant are"
             f" is hardly known, {_FEW_ROUNDS} rounds tell"
         )
+    if any(one.faster is not None for one in speeds.values()) and extent.steps == 1:
+        found.append("one step of each run: intervals know nothing of how steps vary, --steps 2 or more do")
     capped = [one.power_capped for one in speeds.values() if one.power_capped is not None]
     if capped and max(capped) - min(capped) > _OTHER_SHARE:
         found.append("they are at the power cap for unequal shares: under another limit the ratio is another")
