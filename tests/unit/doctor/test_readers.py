@@ -195,6 +195,7 @@ def test_an_image_that_an_argument_names(name: str) -> None:
         ("x.yaml", "services: {a: {image: b}}\n", "compose"),
         ("x.yaml", "apiVersion: v1\nkind: Pod\n", "kubernetes"),
         ("Dockerfile.gpu", "FROM a\n", "dockerfile"),
+        ("dataset.toml", "[general]\nshuffle_caption = false\n[[datasets]]\nresolution = 512\n", "unknown"),
         ("x", "# b\nARG a=1\nFROM a:$a\n", "dockerfile"),
         ("x", "#!/usr/bin/env bash\ntrue\n", "script"),
         ("x.txt", "a==1\nb @ file:///c\n-e d\n", "packages"),

@@ -20,8 +20,11 @@ ROLES = ("system", "user", "assistant")
 _UNREAD_KEYS: dict[str, tuple[object, ...]] = {
     "tool_calls": (None, []),
     "function_call": (None,),
+    "reasoning_content": (None, ""),
     "weight": (None, 1),
 }
+_MOST_NAMED = 8
+"""Most keys of a record that an error names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +136,10 @@ def find_layout(record: Mapping[str, Any]) -> Layout:
         if any(record.get(key) is not None for key in layout.marks):
             return layout
     what = "the row has no `messages`, `conversations` or `instruction`"
-    raise TextError(what, f"write {OPENAI.shape}")
+    keys = ", ".join(list(record)[:_MOST_NAMED]) or "none"
+    raise TextError(
+        what, f"write {OPENAI.shape}, or say by the set's `columns` which of its keys hold them: {keys}"
+    )
 
 
 def messages_of(record: Mapping[str, Any], layout: Layout) -> Messages:
