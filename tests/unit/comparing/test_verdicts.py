@@ -195,6 +195,15 @@ def test_the_picture_has_losses_and_strips(bench: Bench, tmp_path: Path) -> None
     assert {(9, 105, 218), (207, 34, 46), (175, 184, 193)} <= colours
 
 
+def test_fewer_losses_than_fifty_are_counted(bench: Bench) -> None:
+    bench.runs |= {"learn": {"losses": LOSSES[:12]}}
+    variants, extent = variants_of(*RANKS), Extent(steps=4, warmup=2, rounds=2, learn=12)
+    outcome = bench.compare(variants, learn=12)
+    assert "last 12 losses, of A's" in report.figures_by_name(variants, outcome, extent)
+    (said,) = (one for one in report.notes(variants, outcome, extent) if one.startswith("another seed"))
+    assert "its last 12 losses are" in said
+
+
 def test_steps_of_few_are_counted_in_whole_ones(bench: Bench) -> None:
     from matplotlib.figure import Figure
 

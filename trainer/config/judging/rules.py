@@ -259,7 +259,7 @@ RULES: tuple[Rule[Context], ...] = (
          "`model.pretrained_model_name_or_path` is an address", "write {repository}", at=(_MODEL,)),
     Rule((_MODEL, "model.revision"), _single_file,
          "`model.pretrained_model_name_or_path` is a single file",
-         "name a folder in diffusers' layout (with model_index.json), or a repository id", at=(_MODEL,)),
+         "name a folder (with model_index.json, or a language model's config.json), or a repository id", at=(_MODEL,)),
     Rule((_MODEL, "model.revision"), _revision_of_folder,
          "`model.revision` has no effect on a folder ({model.pretrained_model_name_or_path})",
          "remove it, or name a repository", at=("model.revision",)),

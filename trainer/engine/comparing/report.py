@@ -40,7 +40,7 @@ def figures_by_name(variants: Sequence[Variant], outcome: Outcome, extent: Exten
     for variant in variants:
         cells = {
             **_speed_cells(speeds.get(variant.letter), first),
-            **_learned_cells(learned.get(variant.letter), first),
+            **_learned_cells(learned.get(variant.letter), first, min(losses.LAST, extent.learn)),
         }
         for name, cell in cells.items():
             rows.setdefault(name, []).append(cell)
@@ -77,8 +77,8 @@ def _speed_cells(speed: Speed | None, first: str) -> dict[str, str]:
     return dict(zip(names, cells, strict=True))
 
 
-def _learned_cells(learned: Learned | None, first: str) -> dict[str, str]:
-    names = ("single losses apart, mean", f"last {losses.LAST} losses, of {first}'s", "learned")
+def _learned_cells(learned: Learned | None, first: str, last: int) -> dict[str, str]:
+    names = ("single losses apart, mean", f"last {last} losses, of {first}'s", "learned")
     if learned is None:
         return dict.fromkeys(names, "")
     if learned.diverged_after is not None:
@@ -117,7 +117,9 @@ def notes(variants: Sequence[Variant], outcome: Outcome, extent: Extent) -> list
         found.append("the driver held clocks back in rounds that are marked: their times are of that")
     if outcome.again is not None:
         band = next((one.band for one in verdicts.learned(outcome).values()), None)
-        apart = "" if band is None else f": its last {losses.LAST} losses are {band:.2%} apart"
+        apart = (
+            "" if band is None else f": its last {min(losses.LAST, extent.learn)} losses are {band:.2%} apart"
+        )
         found.append(f"another seed of {variants[0].letter} was run{apart}")
     return [*found, *([f"not all runs were made: {outcome.why}"] if outcome.why else [])]
 
