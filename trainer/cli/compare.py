@@ -109,8 +109,9 @@ def _variants(layers: Layers, vary: Sequence[str]) -> list[tuple[str, Layers]]:
         if len({title for title, _ in found}) < len(found):
             found = [(str(one.configs[0]), one) for _, one in found]
     if not 2 <= len(found) <= len(LETTERS):
-        remedy = "name two files, or one with --vary KEY=V1,V2"
-        raise ConfigError(f"{len(found)} configurations are named", where="trainer compare", remedy=remedy)
+        what = "one configuration is named" if len(found) == 1 else f"{len(found)} configurations are named"
+        remedy = f"name two files, or one with --vary KEY=V1,V2; {len(LETTERS)} are the most"
+        raise ConfigError(what, where="trainer compare", remedy=remedy)
     return found
 
 

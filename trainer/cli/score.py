@@ -101,8 +101,10 @@ def score(as_json: bool, **given: object) -> None:
 
 def _config_of(run: Path) -> RunConfig:
     """The configuration that a run was trained with; relative paths begin where it was started. Raises
-    ConfigError where the folder has none, StorageError where it may not be read.
+    ConfigError where the folder has none or the run's model writes text, StorageError where it may not be
+    read.
     """
+    from trainer import families
     from trainer.files import atomic
     from trainer.telemetry.run_folder.process import working_folder
     from trainer.telemetry.rundir import CONFIG_FILE
@@ -114,7 +116,12 @@ def _config_of(run: Path) -> RunConfig:
         remedy = f"name the output_dir of a run, which has a {CONFIG_FILE}, or --pictures DIR"
         raise ConfigError("no run is in this folder", where=str(run), remedy=remedy)
     kept = Layers(configs=[run / CONFIG_FILE])
-    return kept.load(variables=False, working_folder=working_folder(run)).config
+    config = kept.load(variables=False, working_folder=working_folder(run)).config
+    family = families.get(config.family)
+    if family.sample_kind != "image":
+        what = f"it is a run of {family.title}, which writes text, and these metrics are of pictures"
+        raise ConfigError(what, where="RUN", remedy="its held-out loss is in `trainer runs list`")
+    return config
 
 
 def _groups(asked: _Asked) -> dict[str, list[Picture]]:
@@ -217,11 +224,7 @@ def _training(asked: _Asked, config: RunConfig | None) -> tuple[Picture, ...]:
     from trainer.engine.caching.samples import scan_samples
     from trainer.engine.training.scores import training_pictures
 
-    family = families.get(config.family)
-    if family.sample_kind != "image":
-        what = f"it is a run of {family.title}, which writes text, and these metrics are of pictures"
-        raise ConfigError(what, where="RUN", remedy="its held-out loss is in `trainer runs list`")
-    return training_pictures(scan_samples(family, config))
+    return training_pictures(scan_samples(families.get(config.family), config))
 
 
 def _cells(one: Scores) -> list[str]:

@@ -38,7 +38,7 @@ class ModelSection(Section):
     """The base model."""
 
     pretrained_model_name_or_path: ModelName
-    """A folder in diffusers' layout, or a repository id on the hub."""
+    """A folder in diffusers' layout (a language model's in transformers'), or a repository id on the hub."""
     revision: Text | None = None
     """Branch, tag or commit of the repository. `trainer plan` names the commit that is here, and the run's
     config.resolved.yaml the one that was used: written here it keeps the base from changing."""

@@ -194,7 +194,9 @@ def called(documents: Iterable[Document]) -> Iterator[Called]:
             continue
         seen: set[str] = set()
         for entry in document.entries:
-            row = elsewhere.key(entry.name)
+            # what stands below a key with a row is that key's: ZeRO's `stage` is not LLaMA-Factory's
+            below = any(elsewhere.key(section) is not None for section in entry.path[:-1])
+            row = None if below else elsewhere.key(entry.name)
             if row is not None and entry.name not in seen:
                 seen.add(entry.name)
                 yield Called(

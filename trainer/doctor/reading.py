@@ -138,9 +138,11 @@ def _json(path: PurePath, text: str) -> Read:
     try:
         found = json_text.entries(text)
     except JsonError as error:
-        if path.suffix != ".json":
+        if path.suffix in ("", ".yaml", ".yml"):
             return _yaml(place, text)
-        remedy = "correct it: no program reads the file as it is"
+        if path.suffix != ".json":  # TOML begins with a bracket too
+            return Read(documents=(Document(kind="unknown", place=place, entries=()),))
+        remedy = "correct it: what reads it as JSON stops here (DeepSpeed alone reads Hjson)"
         problem = Problem(what=f"not valid JSON: {error}", where=f"{place}:{error.line}", remedy=remedy)
         return Read(problems=(problem,))
     if recognise.is_facts(found):

@@ -33,6 +33,7 @@ _SWITCHES = _words(
 )
 """Options of launchers that take no value."""
 _PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
+_ARGUMENT = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _INSTRUCTION = re.compile(r"\s*([A-Za-z]+)\s+(.*)", re.DOTALL)
 _DOCKER_HEREDOC = re.compile(r"<<-?[\"']?(\w+)[\"']?")
 
@@ -62,6 +63,8 @@ def dockerfile(text: str, place: str) -> Document:
     for line, instruction, rest in _instructions(text):
         if instruction in ("ENV", "ARG"):
             found += _named(instruction, rest, line)
+        elif instruction == "FROM":
+            found.append(Entry(path=(instruction,), value=_with_defaults(rest, found), line=line))
         else:
             found.append(Entry(path=(instruction,), value=rest, line=line))
         if instruction == "USER":
@@ -69,6 +72,12 @@ def dockerfile(text: str, place: str) -> Document:
         elif instruction == "FROM":
             user = None
     return Document(kind="dockerfile", place=place, entries=tuple(found + ([user] if user else [])))
+
+
+def _with_defaults(image: str, before: Sequence[Entry]) -> str:
+    """The rest of a FROM, in which `$NAME` and `${NAME}` are the defaults of the ARGs before it."""
+    defaults = {entry.name: entry.value for entry in before if entry.path[0] == "arg" and entry.value}
+    return _ARGUMENT.sub(lambda one: defaults.get(one[1] or one[2], one[0]), image)
 
 
 def variables(text: str, place: str) -> Document:

@@ -22,9 +22,11 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([QUICKSTART], "1 configurations are named"),
+        ([QUICKSTART], "one configuration is named"),
         ([QUICKSTART, "--vary", "lora.rank=4"], "names no two values"),
-        ([QUICKSTART, "--vary", "train.max_train_steps=4,8"], "is the same in all runs"),
+        ([QUICKSTART, "--vary", "train.max_train_steps=4,8"], "--learn set lengths"),
+        ([QUICKSTART, "--vary", "output_dir=a,b"], "vary another key"),
+        ([QUICKSTART, "--vary", "lora.rank=1,2,3,4,5,6,7,8,9"], "8 are the most"),
         ([QUICKSTART, "--vary", "lora.rnk=4,8"], "lora.rnk"),
         ([QUICKSTART, "--vary", "lora.rank=4,8", "--rounds", "0"], "no step would be timed"),
         ([QUICKSTART, "--vary", "lora.rank=4,8", "--rounds", "0", "--learn", "10"], "no step would be timed"),

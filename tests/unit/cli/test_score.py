@@ -46,3 +46,14 @@ def test_a_runs_relative_paths_begin_where_it_was_started(
     out, err = capsys.readouterr()
     assert code == 0, err
     assert json.loads(out)["training_pictures"] == 2
+
+
+def test_a_run_of_a_language_model_is_refused_whatever_it_has_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "family: llama\ndata: {sets: [{chat_file: a.jsonl}]}\noutput_dir: x\ntrain: {max_train_steps: 1}\n"
+    (tmp_path / "config.resolved.yaml").write_text(text)
+    (tmp_path / "run.json").write_text("{}")
+    process.begin(tmp_path, supervisor=1, runtime_dir=tmp_path / "runtime")
+    assert main(["score", str(tmp_path), "--data", str(tmp_path), "--clip", "x"]) == 78
+    assert "Llama 3, which writes text" in capsys.readouterr().err

@@ -47,6 +47,15 @@ def test_equal_steps_are_no_difference(bench: Bench) -> None:
     assert cells["as fast as A"][0] == "" and cells["as fast as A"][1].startswith("no difference (95 %: 0.9")
 
 
+def test_one_step_a_run_is_told_to_have_no_interval(bench: Bench) -> None:
+    bench.runs["round"] = {"ms": [100, 108, 104]}
+    variants, extent = variants_of(*RANKS), Extent(steps=1, warmup=2, rounds=2, learn=0)
+    outcome = bench.compare(variants, steps=1)
+    said = "one step of each run: intervals know nothing of how steps vary, --steps 2 or more do"
+    assert said in report.notes(variants, outcome, extent)
+    assert said not in report.notes(variants, outcome, EXTENT)
+
+
 def test_a_step_of_more_samples_is_compared_by_samples(bench: Bench) -> None:
     bench.runs |= {"-A": {"ms": [100], "samples": 2}, "-B": {"ms": [150], "samples": 4}}
     variants = variants_of("train.train_batch_size=2", "train.train_batch_size=4")
@@ -140,6 +149,13 @@ def test_equal_plans_of_other_settings_are_told() -> None:
     assert lines == ["A and B: the plans are equal", "  the configurations differ in lora.rank (4, 8)"]
 
 
+def test_data_sets_are_told_by_what_is_written_of_them() -> None:
+    one, two = variants_of('data.sets=[{"img_dir":"a"}]', 'data.sets=[{"img_dir":"b"}]')
+    assert differences.sentences([one, two])[1] == (
+        "  the configurations differ in data.sets ([{'img_dir': 'a'}], [{'img_dir': 'b'}])"
+    )
+
+
 def test_values_of_vary() -> None:
     assert varied(["lora.rank=4,8"]) == [("lora.rank=4",), ("lora.rank=8",)]
     assert varied(["a.b=[1,2],[3]", "c=x, y"]) == [("a.b=[1,2]", "c=x"), ("a.b=[3]", "c=y")]
@@ -177,6 +193,15 @@ def test_the_picture_has_losses_and_strips(bench: Bench, tmp_path: Path) -> None
         colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20)}  # type: ignore[union-attr]
     # blue, red and the grey of another seed, by the colours of `trainer runs --plot`
     assert {(9, 105, 218), (207, 34, 46), (175, 184, 193)} <= colours
+
+
+def test_fewer_losses_than_fifty_are_counted(bench: Bench) -> None:
+    bench.runs |= {"learn": {"losses": LOSSES[:12]}}
+    variants, extent = variants_of(*RANKS), Extent(steps=4, warmup=2, rounds=2, learn=12)
+    outcome = bench.compare(variants, learn=12)
+    assert "last 12 losses, of A's" in report.figures_by_name(variants, outcome, extent)
+    (said,) = (one for one in report.notes(variants, outcome, extent) if one.startswith("another seed"))
+    assert "its last 12 losses are" in said
 
 
 def test_steps_of_few_are_counted_in_whole_ones(bench: Bench) -> None:

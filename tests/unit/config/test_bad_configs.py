@@ -358,7 +358,7 @@ MEANING: dict[str, Bad] = {
     "single file as a model": changed(
         "_path: base",
         "_path: flux1-dev.safetensors",
-        ("c.yaml:3", "is a single file", "a folder in diffusers' layout"),
+        ("c.yaml:3", "is a single file", "a language model's config.json"),
     ),
     "revision of a folder": changed(
         "_path: base", "_path: images\n  revision: main", ("c.yaml:4", "no effect on a folder", "remove it")

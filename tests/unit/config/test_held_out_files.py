@@ -94,8 +94,8 @@ def test_templates_are_named_or_files(tmp_path: Path, monkeypatch: pytest.Monkey
     ((what, remedy),) = told("chatlm")
     assert what.startswith("`data.chat_template`: chatlm is neither auto, alpaca, chatml")
     assert remedy.startswith("did you mean `chatml`?")
-    ((what, _),) = told("other.jinja")
-    assert what == "`data.chat_template`: other.jinja is no file"
+    ((what, remedy),) = told("other.jinja")
+    assert what == "`data.chat_template`: other.jinja is no file" and remedy.startswith("write auto, alpaca")
 
 
 def test_a_template_that_no_file_can_be_called_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import sys
@@ -113,7 +114,17 @@ BAD_ROWS: dict[str, tuple[object, str, str]] = {
         "message 2 has an unknown role: 'bot'",
         "user",
     ),
-    "no role": (messages({"content": "x"}, ANSWERED), "unknown role: None", "`role` is one of system"),
+    "no role": (messages({"content": "x"}, ANSWERED), "message 1 has no `role`", "`role` is one of system"),
+    "ShareGPT's roles": (
+        messages({"role": "human", "content": "x"}, ANSWERED),
+        "message 1 has an unknown role: 'human'",
+        "`columns: {messages: messages}` reads ShareGPT's words",
+    ),
+    "ShareGPT's keys": (
+        messages({"from": "human", "value": "x"}, ANSWERED),
+        "message 1 has no `role`",
+        "`columns: {messages: messages}` reads ShareGPT's words",
+    ),
     "empty content": (
         messages(ASKED, {"role": "assistant", "content": " \n"}),
         "message 2 is empty",
@@ -179,6 +190,9 @@ def test_many_problems_are_counted(tmp_path: Path) -> None:
     [
         ("a.jsonl", b"\n \n", "holds no conversation"),
         ("a.jsonl", '{"messages"'.encode("utf-16"), "UTF-16"),
+        ("a.jsonl", gzip.compress(b"{}"), "compressed by gzip"),
+        ("a.json", b"PK\x03\x04", "zip archive"),
+        ("a.jsonl", b"PAR1", "parquet table"),
         ("a.txt", b"{}", "neither .jsonl, .json nor .parquet"),
     ],
 )
@@ -188,6 +202,10 @@ def test_bad_files(tmp_path: Path, name: str, data: bytes, what: str) -> None:
     assert where == str(tmp_path / name)
     assert what in told
     assert remedy
+
+
+def test_capitals_of_a_files_kind_do_not_count(tmp_path: Path) -> None:
+    assert len(scan(write(tmp_path / "A.JSONL", GOOD))) == 1
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:

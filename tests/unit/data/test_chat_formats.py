@@ -136,14 +136,23 @@ def alpaca(**values: object) -> dict[str, object]:
 # a record, what is told of it, words of the remedy
 BAD_RECORDS: dict[str, tuple[object, str, str]] = {
     "no format": ({"text": "Hi"}, "no `messages`, `conversations` or `instruction`", '"messages": [{'),
-    "no format but a question": ({"question": "Hi", "answer": "x"}, "no `messages`", "write"),
+    "no format but a question": (
+        {"question": "Hi", "answer": "x"},
+        "no `messages`",
+        "`columns` which of its keys hold them: question, answer",
+    ),
+    "thinking apart": (
+        {"messages": [ASKED, {**ANSWERED, "reasoning_content": "Well."}]},
+        "message 2 has `reasoning_content`, which is not read",
+        "only text is learned",
+    ),
     "sharegpt role": (sharegpt(("human", "a"), ("bot", "b")), "role: 'bot'", "`from` is one of human, gpt"),
     "sharegpt tool": (sharegpt(("human", "a"), ("function_call", "b")), "role: 'function_call'", "one of"),
     "sharegpt text": ({"conversations": "Hi"}, "no list", '"conversations": [{'),
     "sharegpt no value": (sharegpt(("human", "a"), ("gpt", None)), "message 2 is not a text", "`value`"),
     "sharegpt two ways": (
         {"conversations": [{"from": "human", "value": "a"}, ANSWERED]},
-        "message 2 has an unknown role: None",
+        "message 2 has no `from`",
         "`from` is one of",
     ),
     "sharegpt begins with an answer": (sharegpt(("gpt", "a"), ("human", "b")), "first message", "begin"),

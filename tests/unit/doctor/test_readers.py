@@ -175,6 +175,13 @@ def test_dockerfiles() -> None:
     assert "pip install x" in entries["RUN"][0] and entries["last.USER"] == ("root", 10)
 
 
+@pytest.mark.parametrize("name", ["$BASE", "${BASE}"])
+def test_an_image_that_an_argument_names(name: str) -> None:
+    text = f"ARG BASE=nvcr.io/nvidia/pytorch:24.05-py3\nFROM {name}-a AS b\nFROM $OTHER\n"
+    images = [entry.value for entry in scripts.dockerfile(text, "f").entries if entry.name == "FROM"]
+    assert images == ["nvcr.io/nvidia/pytorch:24.05-py3-a AS b", "$OTHER"]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "kind"),
     [
@@ -188,6 +195,7 @@ def test_dockerfiles() -> None:
         ("x.yaml", "services: {a: {image: b}}\n", "compose"),
         ("x.yaml", "apiVersion: v1\nkind: Pod\n", "kubernetes"),
         ("Dockerfile.gpu", "FROM a\n", "dockerfile"),
+        ("dataset.toml", "[general]\nshuffle_caption = false\n[[datasets]]\nresolution = 512\n", "unknown"),
         ("x", "# b\nARG a=1\nFROM a:$a\n", "dockerfile"),
         ("x", "#!/usr/bin/env bash\ntrue\n", "script"),
         ("x.txt", "a==1\nb @ file:///c\n-e d\n", "packages"),
@@ -252,3 +260,4 @@ def test_files_that_cannot_be_read_are_problems_and_others_are_read(tmp_path: Pa
     assert sorted(said) == ["absent.yaml", "bad.json", "bytes.sh", "large.yaml", "null"]
     assert said["bytes.sh"].where.endswith(":2") and said["bad.json"].where.endswith(":2")
     assert all(problem.remedy for problem in result.problems)
+    assert "DeepSpeed alone" in said["bad.json"].remedy

@@ -12,7 +12,8 @@ import pytest
 
 from tests.doctor_cases import DOCUMENTS, GOLDEN, RULES, asked, outcomes, sides
 from trainer.config import fields
-from trainer.doctor import rules
+from trainer.doctor import judge, rules
+from trainer.doctor.reading import of_text
 from trainer.doctor.rules import SEVERITIES
 
 CASES = sorted(RULES.glob("*.txt"), key=lambda path: path.stem)
@@ -59,6 +60,13 @@ def test_what_is_said_is_the_golden_file(tmp_path: Path) -> None:
     assert sorted(found) == sorted(committed)
     for name, report in found.items():
         assert report == committed[name], f"{name}: run `make golden` and read the diff"
+
+
+def test_a_key_below_one_with_a_name_is_not_told_as_another_programs() -> None:
+    text = '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4}'
+    (document,) = of_text(Path("ds.json"), text).documents
+    told = {one.key: one.ours for one in judge.called([document])}
+    assert told == {"zero_optimization": "", "train_micro_batch_size_per_gpu": "train.train_batch_size"}
 
 
 def rules_found(name: str, folder: Path) -> dict[str, str]:

@@ -92,6 +92,7 @@ def test_large_files_are_sampled_from_end_to_end(copy: Path, run_config: Make) -
 def test_a_missing_folder_is_a_bad_configuration(run_config: Make, name: str) -> None:
     message = refused(ConfigError, ExitCode.BAD_CONFIG, run_config(pretrained_model_name_or_path=name))
     assert f"the base model's folder {name} does not exist" in message
+    assert "or transformers' layout" in message
     assert "OWNER/NAME" in message
 
 

@@ -90,7 +90,8 @@ def _no_template(context: Context) -> Iterator[Clash]:
     is_file = value.endswith(chat_templates.SUFFIX)
     what = "is no file" if is_file else f"is neither {', '.join(names)} nor a {chat_templates.SUFFIX} file"
     hint = "" if is_file else did_you_mean(value, names)
-    yield {"what": what, "remedy": f"{hint}name one of them, or a FILE{chat_templates.SUFFIX} of your own"}
+    ours = f"write {', '.join(names)}" if is_file else "name one of them"
+    yield {"what": what, "remedy": f"{hint}{ours}, or a FILE{chat_templates.SUFFIX} of your own"}
 
 
 def _paths(context: Context) -> Iterator[tuple[str, Path, str, int]]:

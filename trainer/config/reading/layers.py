@@ -76,7 +76,7 @@ def from_options(
     """`--dataset` replaces all data sets by one folder or file, `--output` names the run's folder, `--budget`
     is `features.memory_budget`, `--gpus` is `parallel.gpus`.
     """
-    kind = "chat_file" if dataset is not None and dataset.suffix in CHAT_SUFFIXES else "img_dir"
+    kind = "chat_file" if dataset is not None and dataset.suffix.lower() in CHAT_SUFFIXES else "img_dir"
     values = (
         (("data", "sets"), None if dataset is None else [{kind: str(dataset)}], "--dataset"),
         (("output_dir",), None if output is None else str(output), "--output"),

@@ -53,7 +53,7 @@ _MOST_FAULTS = 100
 
 _HOW_TO_ADD: dict[str, str] = {
     "family": "add `family: NAME`; `trainer families` lists them",
-    "pretrained_model_name_or_path": "add a folder in diffusers' layout, or a repository id on the hub",
+    "pretrained_model_name_or_path": "add a folder in diffusers' or transformers' layout, or a repository id",
     "sets": "add `sets: [{img_dir: DIR}]`, or pass --dataset DIR",
     "img_dir": "add `img_dir: DIR`",
     "output_dir": "add `output_dir: DIR`, or pass --output DIR",

@@ -17,6 +17,12 @@ from trainer.words import extras
 Row = tuple[str, int, object]
 """Place for people, number in the file, and content: bytes of a line, or a value that was read already."""
 _ARRAY = f"[{OPENAI.shape}, ...]"
+_NO_TEXT = (
+    (b"\x1f\x8b", "the file is compressed by gzip", "decompress it: gunzip"),
+    (b"PK\x03\x04", "the file is a zip archive", "unpack it: unzip"),
+    (b"PAR1", "the file is a parquet table", "name it .parquet"),
+)
+"""First bytes of files that are no text under a text's name, what they are, and what to do."""
 
 
 def read_rows(file: Path, layout: Layout | None = None) -> list[Row]:
@@ -26,12 +32,13 @@ def read_rows(file: Path, layout: Layout | None = None) -> list[Row]:
     Lines and rows of tables count from 1 (`a.jsonl:3`), items of an array from 0 (`a.json[2]`). Raises
     DataError for a file that is not read as a whole, and ConfigError for a .parquet file without pyarrow.
     """
-    if file.suffix not in (".parquet", *_READERS):
+    kind = file.suffix.lower()
+    if kind not in (".parquet", *_READERS):
         what = f"{file.name} is neither .jsonl, .json nor .parquet"
         raise DataError(what, where=str(file), remedy="convert it to .jsonl")
-    if file.suffix == ".parquet":
+    if kind == ".parquet":
         return _nonempty(file, _read_parquet(file, LAYOUTS if layout is None else (layout,)))
-    return _nonempty(file, _READERS[file.suffix](file))
+    return _nonempty(file, _READERS[kind](file))
 
 
 def _nonempty(file: Path, rows: Sequence[Row]) -> list[Row]:
@@ -130,6 +137,9 @@ def _bytes(file: Path) -> bytes:
         raise _unreadable(file, error) from error
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise DataError("the text is UTF-16, not UTF-8", where=str(file), remedy="save it as UTF-8")
+    for begins, what, remedy in _NO_TEXT:
+        if data.startswith(begins):
+            raise DataError(what, where=str(file), remedy=remedy)
     return data.removeprefix(codecs.BOM_UTF8)
 
 

@@ -20,8 +20,11 @@ ROLES = ("system", "user", "assistant")
 _UNREAD_KEYS: dict[str, tuple[object, ...]] = {
     "tool_calls": (None, []),
     "function_call": (None,),
+    "reasoning_content": (None, ""),
     "weight": (None, 1),
 }
+_MOST_NAMED = 8
+"""Most keys of a record that an error names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +136,10 @@ def find_layout(record: Mapping[str, Any]) -> Layout:
         if any(record.get(key) is not None for key in layout.marks):
             return layout
     what = "the row has no `messages`, `conversations` or `instruction`"
-    raise TextError(what, f"write {OPENAI.shape}")
+    keys = ", ".join(list(record)[:_MOST_NAMED]) or "none"
+    raise TextError(
+        what, f"write {OPENAI.shape}, or say by the set's `columns` which of its keys hold them: {keys}"
+    )
 
 
 def messages_of(record: Mapping[str, Any], layout: Layout) -> Messages:
@@ -183,7 +189,10 @@ def _message(number: int, value: object, tags: Tags, shape: str) -> dict[str, st
     role, content = value.get(tags.role), value.get(tags.content)
     if not isinstance(role, str) or role not in tags.roles:
         remedy = f"`{tags.role}` is one of {', '.join(tags.roles)}"
-        raise TextError(f"message {number} has an unknown role: {role!r}", remedy)
+        if tags is OPENAI_TAGS and (role in _SHAREGPT_ROLES or SHAREGPT_TAGS[0].role in value):
+            remedy += "; the set's `columns: {messages: messages}` reads ShareGPT's words too"
+        what = f"no `{tags.role}`" if role is None else f"an unknown role: {role!r}"
+        raise TextError(f"message {number} has {what}", remedy)
     for key, harmless in _UNREAD_KEYS.items():
         if value.get(key) not in harmless:
             what = f"message {number} has `{key}`, which is not read"

@@ -40,7 +40,7 @@ def figures_by_name(variants: Sequence[Variant], outcome: Outcome, extent: Exten
     for variant in variants:
         cells = {
             **_speed_cells(speeds.get(variant.letter), first),
-            **_learned_cells(learned.get(variant.letter), first),
+            **_learned_cells(learned.get(variant.letter), first, min(losses.LAST, extent.learn)),
         }
         for name, cell in cells.items():
             rows.setdefault(name, []).append(cell)
@@ -77,8 +77,8 @@ def _speed_cells(speed: Speed | None, first: str) -> dict[str, str]:
     return dict(zip(names, cells, strict=True))
 
 
-def _learned_cells(learned: Learned | None, first: str) -> dict[str, str]:
-    names = ("single losses apart, mean", f"last losses, of {first}'s", "learned")
+def _learned_cells(learned: Learned | None, first: str, last: int) -> dict[str, str]:
+    names = ("single losses apart, mean", f"last {last} losses, of {first}'s", "learned")
     if learned is None:
         return dict.fromkeys(names, "")
     if learned.diverged_after is not None:
@@ -108,6 +108,8 @@ def notes(variants: Sequence[Variant], outcome: Outcome, extent: Extent) -> list
             f"{len(whole)} run{'s' if len(whole) > 1 else ''} of each: how far apart two of one variant are"
             f" is hardly known, {_FEW_ROUNDS} rounds tell"
         )
+    if any(one.faster is not None for one in speeds.values()) and extent.steps == 1:
+        found.append("one step of each run: intervals know nothing of how steps vary, --steps 2 or more do")
     capped = [one.power_capped for one in speeds.values() if one.power_capped is not None]
     if capped and max(capped) - min(capped) > _OTHER_SHARE:
         found.append("they are at the power cap for unequal shares: under another limit the ratio is another")

@@ -34,9 +34,9 @@ SHARED: Mapping[str, Any] = {
     "validation.early_stop": None,
 }
 """Values of every run: a line of the log for each step, no previews and held-out losses, nothing sent out."""
+_LENGTHS = ("train.max_train_steps", "train.num_train_epochs")
 _PER_RUN = (
-    "train.max_train_steps",
-    "train.num_train_epochs",
+    *_LENGTHS,
     "checkpoint.checkpointing_steps",
     _CACHE,
     "output_dir",
@@ -71,10 +71,8 @@ def varied(given: Sequence[str]) -> list[tuple[str, ...]]:
     found = overrides_of_each(given)
     for key in (text.partition("=")[0] for text in given):
         if key in SHARED or key in _PER_RUN:
-            what, remedy = (
-                f"{key} is the same in all runs of a comparison",
-                "--steps, --learn set their length",
-            )
+            what = f"{key} is set by the comparison itself"
+            remedy = "--steps, --warmup and --learn set lengths" if key in _LENGTHS else "vary another key"
             raise ConfigError(what, where="--vary", remedy=remedy)
     return found
 
@@ -102,7 +100,11 @@ def settings(config: RunConfig) -> dict[str, str]:
     """Values by dotted key as text, but for those that are without effect, and the same in all runs."""
     left_out = {*SHARED, *_PER_RUN, *unused_keys(config)}
     found: dict[str, str] = {}
-    for key, value in config.model_dump(mode="json").items():
+    said = config.model_dump(mode="json", exclude_defaults=True)
+    # of a data set the keys that say something, not its twelve
+    whole = config.model_dump(mode="json")
+    whole["data"]["sets"] = said.get("data", {}).get("sets", whole["data"]["sets"])
+    for key, value in whole.items():
         section = (
             {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
         )

@@ -329,7 +329,7 @@ def _read_rows(path: Path, device: str, rows: Mapping[str, Rows]) -> dict[str, t
 
 
 _OTHERWISE = {
-    "data": "images, captions or what is done with them are not those that the run began with",
+    "data": "images, captions, conversations or what is done with them are not as when the run began",
     "sample_order": "this version puts other samples into a step: go on with the version that began the run",
 }
 """Told of values that say nothing to a reader."""

@@ -43,7 +43,7 @@ def local_folder(config: RunConfig) -> Path | None:
         raise ConfigError(
             f"the base model's folder {name} does not exist",
             where=hub.KEY,
-            remedy="name a folder in diffusers' layout, or a repository of the hub (OWNER/NAME)",
+            remedy="name a folder in diffusers' or transformers' layout, or a hub repository (OWNER/NAME)",
         )
     # a language model's folder has a config.json in place of the index of its parts
     folder = hub.cached(name, config.model.revision)
