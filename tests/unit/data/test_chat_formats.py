@@ -141,6 +141,16 @@ BAD_RECORDS: dict[str, tuple[object, str, str]] = {
         "no `messages`",
         "`columns` which of its keys hold them: question, answer",
     ),
+    "a role that is a list": (
+        {"messages": [ASKED, {"role": ["human"], "content": "b"}]},
+        "message 2 has an unknown role: ['human']",
+        "one of system, user, assistant",
+    ),
+    "an answer that is not to be learned": (
+        {"messages": [ASKED, {**ANSWERED, "train": False}]},
+        "message 2 has `train`, which is not read",
+        "only text is learned",
+    ),
     "thinking apart": (
         {"messages": [ASKED, {**ANSWERED, "reasoning_content": "Well."}]},
         "message 2 has `reasoning_content`, which is not read",

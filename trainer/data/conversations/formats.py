@@ -21,7 +21,10 @@ _UNREAD_KEYS: dict[str, tuple[object, ...]] = {
     "tool_calls": (None, []),
     "function_call": (None,),
     "reasoning_content": (None, ""),
+    # said of a message that it is not to be learned: `data.learn` says it of all
     "weight": (None, 1),
+    "train": (None, True),
+    "loss": (None, True),
 }
 _MOST_NAMED = 8
 """Most keys of a record that an error names."""
@@ -189,7 +192,7 @@ def _message(number: int, value: object, tags: Tags, shape: str) -> dict[str, st
     role, content = value.get(tags.role), value.get(tags.content)
     if not isinstance(role, str) or role not in tags.roles:
         remedy = f"`{tags.role}` is one of {', '.join(tags.roles)}"
-        if tags is OPENAI_TAGS and (role in _SHAREGPT_ROLES or SHAREGPT_TAGS[0].role in value):
+        if tags is OPENAI_TAGS and (SHAREGPT_TAGS[0].role in value or role in [*_SHAREGPT_ROLES]):
             remedy += "; the set's `columns: {messages: messages}` reads ShareGPT's words too"
         what = f"no `{tags.role}`" if role is None else f"an unknown role: {role!r}"
         raise TextError(f"message {number} has {what}", remedy)
