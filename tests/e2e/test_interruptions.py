@@ -99,7 +99,7 @@ def test_an_error_of_the_training_process_says_where_its_key_was_written(fork: S
     process = fork(WRITING_CASES[0], tmp_path, "data.chat_template=chatml")
     code, errors = process.end()
     assert code == ExitCode.BAD_CONFIG, errors
-    assert "error: --set data.chat_template: data.chat_template: chatml: " in errors
+    assert "error: --set data.chat_template: chatml: " in errors
 
 
 @pytest.mark.slow

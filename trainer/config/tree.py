@@ -87,7 +87,11 @@ def by_user(source: str) -> bool:
 def placed(problem: Problem, sources: Mapping[str, str]) -> Problem:
     """The problem with the place, by `sources`, where its key was written: for one that names a key alone."""
     place = sources.get(problem.where, "default")
-    return dataclasses.replace(problem, where=f"{place}: {problem.where}") if by_user(place) else problem
+    if not by_user(place):
+        return problem
+    # an option names its key
+    where = place if place.endswith(f" {problem.where}") else f"{place}: {problem.where}"
+    return dataclasses.replace(problem, where=where)
 
 
 @contextlib.contextmanager
