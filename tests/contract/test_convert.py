@@ -342,7 +342,7 @@ def test_merging_is_refused_where_it_would_lose_something(
     assert done.comfyui is not None
     name = "model.pretrained_model_name_or_path"
     cases = [
-        (("--set", f"{name}={stored}"), 78, f"--set {name}: {stored}"),
+        (("--set", f"{name}={stored}"), 78, f"--set {name}: stored is stored quantised"),
         (
             ("--set", "features.weights=int8"),
             78,
