@@ -29,7 +29,9 @@ def test_good_records(tmp_path: Path, name: str) -> None:
 
 
 # Arrow refuses columns of several types and halves of characters itself
-OF_ONE_TYPE = [name for name in BAD_RECORDS if "half a character" not in name]
+OF_ONE_TYPE = [
+    name for name in BAD_RECORDS if "half a character" not in name and name != "a role that is a list"
+]
 
 
 @pytest.mark.parametrize("name", OF_ONE_TYPE)
