@@ -106,7 +106,8 @@ def agreed(ranks: Ranks, micro_batches: int, asked: int, odd: int) -> tuple[floa
         micro_batches,
         asked=asked * (ranks.rank == 1),
         orders=3 if ranks.first else 0,
-        seconds=(3.0 - ranks.rank, 1.0 + ranks.rank),
+        computed=3.0 - ranks.rank,
+        seconds=1.0 + ranks.rank,
         digest=updater.digest(),
     )
     return float(loss), Told.of(said.tolist())

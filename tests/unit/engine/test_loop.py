@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.engine.optimizing.exchange import Stopwatch
 from trainer.engine.ranks import ALONE
+from trainer.engine.stopwatch import Stopwatch
 from trainer.engine.training import loop, rounds, together
 from trainer.engine.training.feed import Fed
 from trainer.engine.training.state import State

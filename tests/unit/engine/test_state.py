@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from trainer.config.schema import TrainSection
-from trainer.engine.optimizing.exchange import Stopwatch
 from trainer.engine.optimizing.updater import Updater
 from trainer.engine.ranks import ALONE
 from trainer.engine.records import checkpoint
+from trainer.engine.stopwatch import Stopwatch
 from trainer.engine.training import state
 from trainer.engine.training.state import State, restore
 from trainer.errors import DataError

@@ -192,7 +192,8 @@ def _message(number: int, value: object, tags: Tags, shape: str) -> dict[str, st
     role, content = value.get(tags.role), value.get(tags.content)
     if not isinstance(role, str) or role not in tags.roles:
         remedy = f"`{tags.role}` is one of {', '.join(tags.roles)}"
-        if tags is OPENAI_TAGS and (SHAREGPT_TAGS[0].role in value or role in [*_SHAREGPT_ROLES]):
+        foreign = isinstance(role, str) and role in _SHAREGPT_ROLES
+        if tags is OPENAI_TAGS and (foreign or SHAREGPT_TAGS[0].role in value):
             remedy += "; the set's `columns: {messages: messages}` reads ShareGPT's words too"
         what = f"no `{tags.role}`" if role is None else f"an unknown role: {role!r}"
         raise TextError(f"message {number} has {what}", remedy)

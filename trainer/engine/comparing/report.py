@@ -35,12 +35,12 @@ def figures_by_name(variants: Sequence[Variant], outcome: Outcome, extent: Exten
     """The cells of each figure, a cell a variant; figures that no variant has are left out."""
     speeds = verdicts.speeds(variants, outcome, extent.warmup)
     learned = verdicts.learned(outcome)
-    first = variants[0].letter
+    first, last = variants[0].letter, max((one.last_steps for one in learned.values()), default=0)
     rows: dict[str, list[str]] = {}
     for variant in variants:
         cells = {
             **_speed_cells(speeds.get(variant.letter), first),
-            **_learned_cells(learned.get(variant.letter), first, min(losses.LAST, extent.learn)),
+            **_learned_cells(learned.get(variant.letter), first, last),
         }
         for name, cell in cells.items():
             rows.setdefault(name, []).append(cell)

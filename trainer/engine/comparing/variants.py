@@ -100,10 +100,9 @@ def settings(config: RunConfig) -> dict[str, str]:
     """Values by dotted key as text, but for those that are without effect, and the same in all runs."""
     left_out = {*SHARED, *_PER_RUN, *unused_keys(config)}
     found: dict[str, str] = {}
-    said = config.model_dump(mode="json", exclude_defaults=True)
-    # of a data set the keys that say something, not its twelve
     whole = config.model_dump(mode="json")
-    whole["data"]["sets"] = said.get("data", {}).get("sets", whole["data"]["sets"])
+    # of a data set the keys that say something, not its twelve
+    whole["data"]["sets"] = [one.model_dump(mode="json", exclude_defaults=True) for one in config.data.sets]
     for key, value in whole.items():
         section = (
             {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}

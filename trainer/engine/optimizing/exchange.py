@@ -8,11 +8,9 @@ process. An all-reduce adds in the order of its algorithm, and sends more bytes.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,42 +51,6 @@ class Told:
             computed=computed,
             seconds=tuple(seconds),
         )
-
-
-class Stopwatch:
-    """Time of a rank's own work, without its waits; on a GPU by events, which are read a step later."""
-
-    def __init__(self, device: str) -> None:
-        self._on_gpu, self._samples, self._seconds = device != "cpu", 0, 0.0
-        self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._before: tuple[list[tuple[torch.cuda.Event, torch.cuda.Event]], int] = ([], 0)
-
-    @contextlib.contextmanager
-    def running(self, samples: int) -> Iterator[None]:
-        """Add the time of the block, which works on so many samples."""
-        self._samples += samples
-        if self._on_gpu:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            yield
-            end.record()
-            self._marks.append((begin, end))
-            return
-        began = time.monotonic()
-        yield
-        self._seconds += time.monotonic() - began
-
-    def lap(self) -> tuple[float, float]:
-        """Seconds since the last call, in all and a sample, on a GPU before it, when that step's end was
-        waited for; 0 without samples. Starts anew.
-        """
-        seconds, samples = self._seconds, self._samples
-        if self._on_gpu:
-            marks, samples = self._before
-            seconds = 1e-3 * sum(begin.elapsed_time(end) for begin, end in marks)
-            self._before, self._marks = (self._marks, self._samples), []
-        self._seconds, self._samples = 0.0, 0
-        return seconds, seconds / max(1, samples)
 
 
 class SlowRanks:
@@ -177,19 +139,20 @@ def agree(
     *,
     asked: int,
     orders: int,
-    seconds: tuple[float, float],
+    computed: float,
+    seconds: float,
     digest: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of a step, and what all ranks say of themselves, for `Told.of`; on the device, in float64.
 
     `losses` are those of this rank's micro-batches, of `count` in all; they are added in the run's order.
     `asked` is the exit code that this rank was asked to end with or 0, `orders` 0 on all ranks but the first,
-    `seconds` what `Stopwatch.lap` gives, `digest` a scalar on the device that is equal on all ranks whose
-    weights are.
+    `computed` and `seconds` as in `Told`, of this rank, `digest` a scalar on the device that is equal on all
+    ranks whose weights are.
     """
     rounds = -(-count // ranks.size)
     own = torch.zeros(_WORDS + rounds, device=digest.device, dtype=torch.float64)
-    own[0], (own[1], own[2]), own[3], own[4] = asked, seconds, digest, orders
+    own[0], own[1], own[2], own[3], own[4] = asked, computed, seconds, digest, orders
     for number, loss in enumerate(losses, start=_WORDS):
         own[number] = loss
     by_rank = own.new_zeros(ranks.size, _WORDS + rounds)
@@ -198,6 +161,5 @@ def agree(
     for loss in by_rank[:, _WORDS:].T.reshape(-1)[:count]:
         total += loss
     unequal = (by_rank[:, 3] != by_rank[0, 3]).any().to(own.dtype)
-    asked_most, computed = by_rank[:, :2].max(dim=0).values
-    told = [asked_most[None], unequal[None], by_rank[:1, 4], computed[None], by_rank[:, 2]]
-    return total, torch.cat(told)
+    most = by_rank.amax(dim=0)
+    return total, torch.cat([most[:1], unequal[None], by_rank[:1, 4], most[1:2], by_rank[:, 2]])

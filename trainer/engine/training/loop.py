@@ -333,12 +333,11 @@ def _log(run: Run, state: State, validation: ValidationRecord | None) -> str:
         # weights that are NaN end the run a moment later
         learned_tokens=int(state.interval_learned) if math.isfinite(state.interval_learned) else 0,
         flops=state.interval_flops,
-        computed=state.interval_computed / state.interval_timed if state.interval_timed else None,
+        computed=state.interval_computed / state.computed_steps if state.computed_steps else None,
         validation=validation,
     )
     state.interval_loss.zero_()
     state.interval_steps.zero_()
-    state.timed_steps = state.interval_samples = state.interval_tokens = 0
-    state.interval_timed = 0
+    state.timed_steps = state.computed_steps = state.interval_samples = state.interval_tokens = 0
     state.interval_learned = state.interval_flops = state.interval_computed = 0.0
     return line

@@ -14,7 +14,7 @@ from trainer.data.sampler import MicroBatch
 from trainer.engine.building.build import Built
 from trainer.engine.caching.entries import Entries
 from trainer.engine.context import Context
-from trainer.engine.optimizing.exchange import SlowRanks, Stopwatch
+from trainer.engine.optimizing.exchange import SlowRanks
 from trainer.engine.optimizing.updater import HostFlag, Updater
 from trainer.engine.records import checkpoint
 from trainer.engine.records.early_stop import Patience
@@ -22,6 +22,7 @@ from trainer.engine.records.journal import Journal
 from trainer.engine.records.resume import Start
 from trainer.engine.results.checkpoint_lora import write_step_lora
 from trainer.engine.scoring.score import Scorer
+from trainer.engine.stopwatch import Stopwatch
 from trainer.engine.training.flops import Counter
 from trainer.engine.training.graphs import Graphs
 from trainer.engine.training.held_out import HeldOut
@@ -78,8 +79,8 @@ class State:
     interval_flops: float = 0.0
     interval_computed: float = 0.0
     """Seconds of forward and backward passes, of several ranks on the one where they took longest."""
-    interval_timed: int = 0
-    """Steps of these."""
+    computed_steps: int = 0
+    """Steps whose passes these are."""
     grad_norm: torch.Tensor | None = None
     flag: HostFlag | None = None
     """1.0 where the last step was not finite; read one step later."""
@@ -104,7 +105,7 @@ class State:
     def add_computed(self, seconds: float) -> None:
         """Count the passes of an earlier step; 0 where their time is not known yet."""
         self.interval_computed += seconds
-        self.interval_timed += seconds > 0.0
+        self.computed_steps += seconds > 0.0
 
 
 def save(run: Run, state: State) -> None:

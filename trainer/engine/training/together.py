@@ -137,13 +137,14 @@ def agree(work: Work, state: State, steps: Steps, losses: Sequence[torch.Tensor]
     state.problem = steps.problem_ahead()
     failed = 0 if state.problem is None else state.problem.exit_code
     asked = max(work.context.stop.requested or 0, failed)
-    digest, seconds = state.updater.digest(), state.watch.lap()
+    digest, (computed, seconds) = state.updater.digest(), state.watch.lap()
     loss, said = exchange.agree(
         work.context.ranks,
         losses,
         count,
         asked=asked,
         orders=orders.bits(orders.taken(work)) if work.context.ranks.first else 0,
+        computed=computed,
         seconds=seconds,
         digest=digest,
     )
