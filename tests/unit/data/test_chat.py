@@ -190,7 +190,7 @@ def test_many_problems_are_counted(tmp_path: Path) -> None:
     [
         ("a.jsonl", b"\n \n", "holds no conversation"),
         ("a.jsonl", '{"messages"'.encode("utf-16"), "UTF-16"),
-        ("a.jsonl", gzip.compress(b"{}"), "compressed by gzip"),
+        ("a.jsonl", gzip.compress(b"{}", mtime=0), "compressed by gzip"),
         ("a.json", b"PK\x03\x04", "zip archive"),
         ("a.jsonl", b"PAR1", "parquet table"),
         ("a.txt", b"{}", "neither .jsonl, .json nor .parquet"),
