@@ -58,7 +58,7 @@ test-browser: $(STAMP) ## the studio in Debian's Chromium; as root it installs t
 		apt-get update -qq; \
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
 	fi
-	@$(TEST_ENV) PICTURES=$(PICTURES) $(BIN)/pytest -q -m browser $(OR_NONE)
+	@$(TEST_ENV) PICTURES=$(PICTURES) $(BIN)/python -m scripts.loopback_only $(BIN)/pytest -q -m browser $(OR_NONE)
 
 $(CONTAINER_STAMP): $(STAMP)
 	@$(PIP) --no-build-isolation -e '.[dev,container]'

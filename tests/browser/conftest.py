@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from tests.unit.ui import made
 from trainer.errors import Problem
@@ -23,6 +23,9 @@ from trainer.queue.local import Local
 from trainer.telemetry.run_folder.tries import Try
 from trainer.ui.studio import identifier
 
+expect.set_options(
+    timeout=60_000
+)  # what a page comes to is judged, not how soon: a disk may be busy for seconds
 CHROMIUM = Path("/usr/bin/chromium")
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = ROOT / "tests/golden/machines/rtx-4090.json"

@@ -30,6 +30,14 @@
     const field = event.target.closest(".caption textarea");
     if (field) { event.preventDefault(); if (!field.readOnly) field.form.requestSubmit(); }
   });
+  // leaving the page is leaving its field: what is sent arrives, what is not is asked about
+  document.addEventListener("htmx:config:request", ({ target, detail }) => {
+    if (target.matches(".caption")) detail.ctx.request.keepalive = true;
+  });
+  addEventListener("beforeunload", (event) => {
+    const unsaved = (field) => field.value !== field.defaultValue && sent.get(field) !== field.value;
+    if ([...document.querySelectorAll(".caption textarea")].some((one) => unsaved(one) || one.form.querySelector(".problem"))) event.preventDefault();
+  });
   // what was typed stays, and leaving the field sends it again
   for (const name of ["htmx:error", "htmx:response:error"]) document.addEventListener(name, (event) => {
     const form = event.target.closest(".caption"), status = event.detail.ctx?.response?.status;
@@ -48,7 +56,9 @@
     (one.type === "checkbox" ? one.checked : one.type === "file" ? one.files.length : one.type !== "hidden" && one.value !== one.defaultValue));
   const look = document.getElementById("look")?.parentElement;
   if (look) new MutationObserver(() => {
-    if (look.querySelector("[data-reload]") && !sending && !dirty()) location.reload();
+    if (!look.querySelector("[data-reload]") || sending || dirty()) return;
+    document.getElementById("content").inert = true;  // until the new page is there nobody can type into this one
+    location.reload();
   }).observe(look, { childList: true });
 
   // what the look after a change finds takes the place of what the page says, around what someone does here
