@@ -439,6 +439,7 @@ MEANING: dict[str, Bad] = {
 
 OUTSIDE: dict[str, Bad] = {
     "no such file": given("missing.yaml", problem=("missing.yaml", "no such file", "check the path")),
+    "a file of a like name": given("cc.yaml", problem=("cc.yaml", "no such file", "did you mean `c.yaml`?")),
     "another trainer's file": given(
         "train_dgx_spark.yaml",
         problem=("train_dgx_spark.yaml", "no such file", "`train_configs/hardware/dgx-spark.yaml`?"),

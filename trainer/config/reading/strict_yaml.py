@@ -17,6 +17,7 @@ import yaml
 from trainer.config import elsewhere
 from trainer.config.tree import Node, describe
 from trainer.errors import Problem
+from trainer.words.near import did_you_mean
 
 Place = Callable[[int], str]
 """Source of a value from the line, counted from 1, that it stands in."""
@@ -122,7 +123,8 @@ def read(path: Path) -> tuple[Node | None, list[Problem]]:
         return refused("this is a directory", remedy="name a YAML file in it")
     except FileNotFoundError:
         foreign = elsewhere.file(path.name)
-        return refused("no such file", remedy=_NO_FILE if foreign is None else foreign.remedy)
+        remedy = did_you_mean(path.name, _neighbours(path)) + _NO_FILE
+        return refused("no such file", remedy=remedy if foreign is None else foreign.remedy)
     except OSError as error:
         what = f"cannot be read: {error.strerror or error}"
         return refused(what, remedy="check the path, its owner and permissions")
@@ -135,6 +137,13 @@ def read(path: Path) -> tuple[Node | None, list[Problem]]:
         what = f"byte 0x{raw[error.start]:02x} is not UTF-8"
         return refused(what, f"{path}:{line}", "save the file as UTF-8")
     return settings(text, str(path))
+
+
+def _neighbours(path: Path) -> list[str]:
+    """Names of the YAML files beside it; none where there is no such folder or it cannot be read."""
+    with suppress(OSError):
+        return sorted(one.name for one in path.parent.iterdir() if one.suffix in (".yaml", ".yml"))
+    return []
 
 
 def settings(text: str, name: str) -> tuple[Node | None, list[Problem]]:
