@@ -108,7 +108,7 @@ def test_the_next_up_goes_on_after_a_stop_and_after_a_kill(project: Project) -> 
     assert project.up("-d", command=command) == 0
     box = project.box()
     box.wait_for(lambda: box.step() >= 2)
-    with urllib.request.urlopen(f"http://{box.address(METRICS_PORT)}/healthz", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{box.address(METRICS_PORT)}/healthz", timeout=60) as answer:
         assert answer.status == 200
     stopped = project.run("stop", command=command)
     assert stopped.returncode == 0, stopped.stdout

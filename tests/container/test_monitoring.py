@@ -95,7 +95,7 @@ class Prometheus:
     def get(self, what: str, **asked: str) -> Any:
         """The data of an answer of its API."""
         url = f"http://{self.address}/api/v1/{what}?{urllib.parse.urlencode(asked)}"
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             return json.load(answer)["data"]
 
     def series(self, query: str) -> list[dict[str, Any]]:

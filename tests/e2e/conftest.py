@@ -86,7 +86,7 @@ class Process:
     def get(self, path: str) -> tuple[int, str]:
         """Status and body of an HTTP answer; (0, "") where there is no server yet or any more."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()

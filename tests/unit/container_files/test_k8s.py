@@ -209,7 +209,7 @@ def test_the_supervisor_answers_what_probes_and_prometheus_ask(manifests: list[M
     fine = Verdict(healthy=True, ready=True, reason="fine")
     with serving(port, metrics=lambda: "", health=lambda: fine):
         for path in {endpoint["path"], *(probe["httpGet"]["path"] for probe in probes)}:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
                 assert answer.status == 200
 
 

@@ -328,14 +328,14 @@ def test_a_stop_here_waits_until_another_host_has_heard_it(
         time.sleep(0.5)
         assert store.words["alive 0"] == "stopped 1" and not leaving.done()
         store.words["alive 1"] = "left 1"  # one rank ends all of its host
-        leaving.result(timeout=5)
+        leaving.result(timeout=60)
     monkeypatch.setattr(lifeline, "_HEARD_SECONDS", 0.3)
     store.words["alive 1"] = "9 0"
     with ThreadPoolExecutor(1) as pool:
         leaving = pool.submit(begin(store, []).leave, stopped=True)
         time.sleep(0.1)
         assert not leaving.done()
-        leaving.result(timeout=5)  # nobody hears it
+        leaving.result(timeout=60)  # nobody hears it
 
 
 def test_the_store_stays_until_each_host_has_heard_of_a_stop(quick: None) -> None:

@@ -38,7 +38,7 @@ def test_a_killed_rank_ends_all_within_seconds(start: Start, rank: int) -> None:
     code, errors = run.end()
     assert code == 128 + signal.SIGKILL
     assert f"supervisor: rank {rank}: SIGKILL: killed from outside" in errors
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10
     assert all(is_gone(pid) for pid in children)
     status = run.status()
     assert status is not None

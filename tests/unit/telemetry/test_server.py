@@ -30,7 +30,7 @@ CACHING = Verdict(healthy=True, ready=False, reason="phase cache")
 def get(port: int, path: str, method: str = "GET") -> tuple[int, str]:
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)
     try:
-        with urllib.request.urlopen(request, timeout=5) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -82,7 +82,7 @@ def test_every_address_is_that_of_ipv4_and_of_ipv6(host: str) -> None:
     """Kubelets of clusters with IPv6 alone have no other."""
     port = free_port()
     with serving(port, metrics=str, health=lambda: CACHING, address="::"):
-        connection = http.client.HTTPConnection(host, port, timeout=5)
+        connection = http.client.HTTPConnection(host, port, timeout=60)
         connection.request("GET", "/healthz")
         assert connection.getresponse().status == 200
         connection.close()
