@@ -14,21 +14,12 @@ from trainer.errors import ExitCode
 from trainer.telemetry.status import Phase, StatusWriter, rank_folder, read_ranks
 from trainer.telemetry.supervising.others import Others
 
-from .conftest import CHILD, Run, Start, wait_for
+from .conftest import AGREED, CHILD, Run, Start, wait_for
 from .test_ranks import FAST, failing
 
 RANKS = 3
 DEAF = CHILD.replace("flag.install()", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)")
 """A child as one that sits in an exchange."""
-AGREED = CHILD.replace(
-    "        sys.exit(flag.requested)",
-    """        run = folder.parent if rank else folder
-        parts = [rank_folder(run, one) for one in range(int(os.environ["RANKS"]))]
-        while not all((part / "saved").exists() for part in parts):
-            time.sleep(0.02)
-        sys.exit(flag.requested)""",
-)
-"""A child as one that saves with all others: none ends before each was asked."""
 
 
 def launched(start: Start, **given: object) -> tuple[list[Run], list[int]]:

@@ -19,7 +19,7 @@ from trainer.errors import ExitCode
 from trainer.telemetry.status import Phase, Status, rank_folders, read_ranks, verdict_of_ranks
 from trainer.telemetry.supervising.supervisor import supervise
 
-from .conftest import CHILD, Run, Start, wait_for
+from .conftest import AGREED, CHILD, Run, Start, wait_for
 
 RANKS = 3
 FAST = 0.005  # budget of the train phase: 1.5 s
@@ -64,7 +64,7 @@ def test_the_first_error_gives_the_exit_code(start: Start, code: ExitCode) -> No
 
 
 def test_sigterm_reaches_every_rank(start: Start) -> None:
-    run = start(ranks=RANKS)
+    run = start(ranks=RANKS, child=AGREED)
     pids(run)
     run.process.terminate()
     assert run.end()[0] == ExitCode.STOPPED
