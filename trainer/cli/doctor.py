@@ -38,7 +38,7 @@ def doctor(
 ) -> int:
     """Say what is an error, wrong, slow or unused in other trainers' files, and what the same wish is called
     here: accelerate, DeepSpeed, LLaMA-Factory, axolotl and HF arguments, launch scripts, Dockerfiles, compose
-    files, Kubernetes manifests, lists of packages.
+    files, Kubernetes manifests, lists of packages, files of conversations.
 
     Files are read, never run; those that are given together are judged together: who decides where a wish is
     written twice, and what a script starts that reads a file. Without a file: this environment, its packages

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +69,24 @@ def clean_caption(text: str) -> str:
     return caption
 
 
-def parse_json(text: str, shape: str, *, line: str = "", hook: Callable[..., Any] | None = None) -> object:
+def object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object of its keys and values, as `json.loads` hands them on. Raises TextError for a key that is
+    there twice.
+    """
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise TextError(f"the key {key!r:.80} is there twice", "keep one of them")
+    return value
+
+
+def parse_json(text: str, shape: str, *, line: str = "") -> object:
     """The value in a line of JSON, which is to be of this `shape`: `line` says what one holds.
 
-    `hook` makes objects of their keys and values, as `json.loads` calls it.
+    Raises TextError for anything else, and for an object with a key that is there twice.
     """
     try:
-        return json.loads(text, object_pairs_hook=hook)
+        return json.loads(text, object_pairs_hook=object_of_pairs)
     except json.JSONDecodeError as error:
         what = f"not valid JSON: {error.msg} (column {error.colno})"
         raise TextError(what, f"write {line}{shape}") from error

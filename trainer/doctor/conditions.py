@@ -24,8 +24,8 @@ _NEAR = 0.85
 class Test:
     """Keys that a pattern names, and what one of their values must be.
 
-    In `keys`, `*` is any one key, `**` any number of them, `a|b` one of two, and `$1` the key that stood for
-    the first `*` of the rule's first condition.
+    In `keys`, `*` is any one key, `**` any number of them, `a|b` one of two. `$1` in keys and values is the
+    key that stood for the first `*` of the rule's first condition.
     """
 
     keys: tuple[str, ...]
@@ -66,10 +66,10 @@ def normal(value: str) -> str:
 
 def found(test: Test, document: Document, case: Case, captured: Sequence[str] = ()) -> Iterator[Found]:
     """Entries of one document that pass a test."""
-    passes = VERBS[test.verb]
+    passes, operand = VERBS[test.verb], tuple(_put(one, captured) for one in test.operand)
     for key in test.keys:
         for entry, stars in _named(_put(key, captured), document):
-            if passes(entry, test.operand, case):
+            if passes(entry, operand, case):
                 yield entry, stars
 
 

@@ -21,6 +21,8 @@ KINDS = {
     "dockerfile": "Dockerfile",
     "compose": "compose file",
     "kubernetes": "Kubernetes manifest",
+    "datasets": "LLaMA-Factory's list of data sets",
+    "conversations": "file of conversations",
     "packages": "list of packages",
     "environment": "environment",
     "machine": "machine",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 
-from trainer.doctor.entries import MOST_DEPTH, MOST_ENTRIES, Entry
+from trainer.doctor.entries import MOST_DEPTH, MOST_ENTRIES, Entry, with_repeats
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _WORD = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null|NaN|-?Infinity")
@@ -29,6 +30,40 @@ def entries(text: str) -> list[Entry]:
     if reader.place < len(text):
         raise reader.error("more text behind the end of the value")
     return found
+
+
+def records(text: str, marks: Collection[str], *, whole: bool = True) -> list[Entry]:
+    """Keys of a data file's records, JSON lines or an array: `record.KEY` once for all, with the line of the
+    first that has it, and once more where a record has it twice; `form` is `lines` or `array`.
+
+    Positions in lists are left out. Empty for what does not begin with an object that has one of the `marks`.
+    Raises JsonError, but for a text that is not the `whole` file: its first records are enough.
+    """
+    reader = _Reader(text)
+    is_array = reader.skip() == "["
+    reader.place += is_array
+    found: dict[tuple[tuple[str, ...], bool], Entry] = {}
+    while (begins := reader.skip()) not in ("", "]"):
+        reader.count, line = 0, reader.line
+        try:
+            if begins != "{":
+                raise reader.error("a record that is no object")
+            record = list(reader.value(("record",), line))
+            if is_array and reader.skip() not in (",", "]"):
+                raise reader.error('expected "," or "]" here')
+        except JsonError:
+            if found and whole:
+                raise
+            break
+        if not found and not any(len(entry.path) == 2 and entry.name in marks for entry in record):
+            return []
+        reader.place += is_array and reader.skip() == ","
+        for entry in with_repeats(record):
+            path = tuple(part for part in entry.path if not part.isdecimal())
+            if entry.section or entry.value:
+                found.setdefault((path, entry.first_line > 0), replace(entry, path=path))
+    form = Entry(path=("form",), value="array" if is_array else "lines")
+    return [*found.values(), form] if found else []
 
 
 class _Reader:

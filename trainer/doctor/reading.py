@@ -103,6 +103,8 @@ def _file(path: Path, *, is_ours: bool) -> Read:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         return refused(f"cannot be read: {reason}", "check the path, its owner and permissions")
     if len(raw) > MOST_BYTES:
+        if data := _records(path, raw[:MOST_BYTES].decode("utf-8-sig", errors="ignore"), whole=False):
+            return data
         return refused("too large for a configuration (over 1 MiB)", "give the configuration itself")
     try:
         text = raw.decode("utf-8-sig")
@@ -135,6 +137,8 @@ def of_text(path: PurePath, text: str) -> Read:
 
 def _json(path: PurePath, text: str) -> Read:
     place = str(path)
+    if data := _records(path, text, whole=True):
+        return data
     try:
         found = json_text.entries(text)
     except JsonError as error:
@@ -152,6 +156,19 @@ def _json(path: PurePath, text: str) -> Read:
             return Read(problems=error.problems)
         return Read(documents=(machine_document(facts, place),), facts=facts)
     return Read(documents=(_tree(place, found),))
+
+
+def _records(path: PurePath, text: str, *, whole: bool) -> Read | None:
+    """A file of conversations; None for what is none."""
+    try:
+        found = json_text.records(text, recognise.RECORD_KEYS, whole=whole)
+    except JsonError as error:
+        remedy = "correct it: what reads the file as data stops here, or leaves the record out"
+        problem = Problem(what=f"not valid JSON: {error}", where=f"{path}:{error.line}", remedy=remedy)
+        return Read(problems=(problem,))
+    if not found:
+        return None
+    return Read(documents=(Document(kind="conversations", place=str(path), entries=tuple(found)),))
 
 
 def _yaml(place: str, text: str) -> Read:

@@ -57,6 +57,10 @@ _SIGNS: tuple[tuple[str, frozenset[str], int], ...] = (
     ),
 )
 """Kind, keys at its root, and how many of them it needs."""
+RECORD_KEYS = _words("messages conversations instruction")
+"""Keys of which a conversation's record has one."""
+_SOURCES = _words("file_name hf_hub_url ms_hub_url om_hub_url script_url cloud_file_name")
+"""Keys of which an entry of LLaMA-Factory's dataset_info.json has one."""
 _PACKAGE = re.compile(r"[A-Za-z0-9][\w.-]*(?:\[[\w,. -]*\])?\s*(?:==\s*\S+|@\s*\S+)(?:\s*[;#].*)?")
 _OF_PACKAGES = re.compile(r"\s*(?:#.*|-[er]\s.*|--?[\w-]+.*|)")
 _VARIABLE = re.compile(r"(?:export )?[A-Za-z_][A-Za-z0-9_]*=(?!=).*")
@@ -81,6 +85,10 @@ def of_tree(entries: Sequence[Entry]) -> str:
     # training arguments have switches of these names, DeepSpeed has sections
     if {("bf16", "enabled"), ("fp16", "enabled")} & {entry.path[:2] for entry in entries}:
         return "deepspeed"
+    if roots and roots == {
+        entry.path[0] for entry in entries if len(entry.path) == 2 and entry.name in _SOURCES
+    }:
+        return "datasets"
     return next((kind for kind, keys, least in _SIGNS if len(keys & roots) >= least), "unknown")
 
 

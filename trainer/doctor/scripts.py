@@ -42,6 +42,7 @@ def script(text: str, place: str) -> Iterator[Document]:
     """The script, and the training arguments of each launcher in it."""
     shell = shell_words.read(text)
     found = [Entry(path=("continuation", str(line)), value="broken", line=line) for line in shell.broken]
+    found += [Entry(path=("comment", str(line)), value=word.text, line=line) for line, word in shell.cut]
     training: list[Document] = []
     for number, command in enumerate(shell.commands, 1):
         found += _variables(command)

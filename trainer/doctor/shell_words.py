@@ -25,6 +25,10 @@ class Shell:
     commands: tuple[tuple[Word, ...], ...]
     broken: tuple[int, ...]
     """Lines with a backslash before blanks and the line's end or a comment: it continues nothing."""
+    cut: tuple[tuple[int, Word], ...]
+    """Lines of comments that end a command, each with the option that the next command begins with: it was
+    meant for the one before.
+    """
 
 
 @dataclass(kw_only=True)
@@ -38,6 +42,11 @@ class _State:
     """Letters of the word that has begun."""
     began: int = 1
     broken: list[int] = field(default_factory=list)
+    cut: list[tuple[int, Word]] = field(default_factory=list)
+    comment: int = 0
+    """Line of the comment that ended the command before; 0 where none did."""
+    in_array: bool = False
+    """True in the brackets of NAME=(...)."""
     pending: list[tuple[str, bool]] = field(default_factory=list)
     """Ends of here-documents that begin behind this line, and whether tabs before them count."""
 
@@ -54,8 +63,10 @@ class _State:
     def end_command(self) -> None:
         self.end_word()
         if self.words:
+            if self.comment and re.match(r"--?[A-Za-z]", self.words[0].text):
+                self.cut.append((self.comment, self.words[0]))
             self.commands.append(tuple(self.words))
-            self.words = []
+            self.words, self.comment = [], 0
 
     def take(self, end: int) -> str:
         """Text from the place to `end`, which is the new place; lines are counted."""
@@ -71,7 +82,7 @@ def read(text: str) -> Shell:
     while state.place < len(state.text):
         _step(state)
     state.end_command()
-    return Shell(commands=tuple(state.commands), broken=tuple(state.broken))
+    return Shell(commands=tuple(state.commands), broken=tuple(state.broken), cut=tuple(state.cut))
 
 
 def _step(state: _State) -> None:
@@ -91,8 +102,7 @@ def _step(state: _State) -> None:
         state.add("")
         state.add(state.take(_closing(text, state.place + 1)))
     elif here == "#" and state.letters is None:
-        end = text.find("\n", state.place)
-        state.take(len(text) if end < 0 else end)
+        _comment(state)
     elif here in " \t":
         state.end_word()
         state.place += 1
@@ -103,6 +113,22 @@ def _step(state: _State) -> None:
     else:
         state.add(here)
         state.place += 1
+
+
+def _comment(state: _State) -> None:
+    """A comment, which ends the command: a line is continued into none, and a backslash in it continues none.
+
+    In the brackets of an array it ends nothing.
+    """
+    text, line = state.text, state.line
+    end = text.find("\n", state.place)
+    end = len(text) if end < 0 else end
+    before = text.rfind("\n", 0, state.place)
+    goes_on = text.endswith("\\", 0, max(before, 0)) or text.endswith("\\", state.place, end)
+    if goes_on and state.words and line not in state.broken and not state.in_array:
+        state.end_command()
+        state.comment = line
+    state.take(end)
 
 
 def _escape(state: _State) -> None:
@@ -156,9 +182,14 @@ def _end(state: _State, here: str) -> None:
         state.add(here)  # within a word: a{b,c}
         state.place += 1
         return
+    if here in "()":
+        state.in_array = here == "(" and state.letters is not None and state.letters[-1:] == ["="]
+    if here == ")":
+        state.comment = 0  # a pattern of `case` is no option
     state.end_command()
     state.take(state.place + 1)
     if here != "\n":
+        state.comment = 0
         return
     for end, tabs in state.pending:
         while state.place < len(state.text):

@@ -129,11 +129,6 @@ class Access:
             return self._begun()
 
     @property
-    def open_sessions(self) -> int:
-        """Number of sessions that have not ended."""
-        return sum(expires >= self._clock() for expires in list(self._sessions.values()))
-
-    @property
     def sessions(self) -> list[tuple[str, float]]:
         """Key and end, in Unix seconds, of each session that has not ended, newest first."""
         kept = ((key, end) for key, end in list(self._sessions.items()) if end >= self._clock())

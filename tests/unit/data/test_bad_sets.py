@@ -273,7 +273,7 @@ CASES: dict[str, Bad] = {
     "endless number": bad(rows_only("1" * 10_000), (f"{META}:1", "not valid JSON", '{"file_name"')),
     "a key twice in one line": bad(
         rows_only('{"file_name": "x.png", "text": "a", "text": "b"}'),
-        (f"{META}:1", "a key is there twice", "keep one"),
+        (f"{META}:1", "the key 'text' is there twice", "keep one"),
     ),
     "no text": bad(rows({"file_name": "x.png"}), (f"{META}:1", "`text` is missing", '"text": "a cat"')),
     "no file name": bad(rows_only({"text": "a"}), (f"{META}:1", "`file_name` is missing", "cat.png")),

@@ -103,6 +103,7 @@ def messages(*values: object) -> dict[str, object]:
 # a row, what is told of it, words of the remedy
 BAD_ROWS: dict[str, tuple[object, str, str]] = {
     "not JSON": ('{"messages": [', "not valid JSON: Expecting value (column 15)", "one conversation a line"),
+    "a key twice": ('{"messages": [], "messages": []}', "the key 'messages' is there twice", "keep one"),
     "too deep": ("[" * 100_000, "not valid JSON: ", "write"),
     "not an object": ([GOOD], "not a JSON object", "write"),
     "no messages": ({"text": "Hi"}, "no `messages`", '"messages": [{'),

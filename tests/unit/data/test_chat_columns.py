@@ -299,6 +299,7 @@ def test_bad_entries(tmp_path: Path, name: str) -> None:
         ("[]", "not a JSON object of data sets", '{"my_set"'),
         ('{"mind": {}}', "there is no data set 'mine'", "did you mean `mind`?"),
         ("{}", "there is no data set 'mine'", "it has none"),
+        ('{"mine": {}, "mine": {}}', "the key 'mine' is there twice", "keep one"),
     ],
 )
 def test_bad_lists(tmp_path: Path, text: str | None, what: str, remedy: str) -> None:

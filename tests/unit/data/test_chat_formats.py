@@ -141,6 +141,16 @@ BAD_RECORDS: dict[str, tuple[object, str, str]] = {
         "no `messages`",
         "`columns` which of its keys hold them: question, answer",
     ),
+    "an answer that KTO would unlearn": (
+        {"messages": [ASKED, ANSWERED], "label": False},
+        "`label: false`",
+        "remove the row, or the key",
+    ),
+    "an alpaca answer that KTO would unlearn": (
+        {"instruction": "Hi", "output": "x", "kto_tag": False},
+        "`kto_tag: false`",
+        "say by `columns` which keys are read",
+    ),
     "a role that is a list": (
         {"messages": [ASKED, {"role": ["human"], "content": "b"}]},
         "message 2 has an unknown role: ['human']",
@@ -214,6 +224,7 @@ def test_bad_records(tmp_path: Path, name: str, suffix: str) -> None:
     [
         ("a.json", "[\n  {},\n  {]\n", ":3", "not valid JSON: ", "write [{"),
         ("a.json", "[" * 100_000, "", "not valid JSON: ", "write [{"),
+        ("a.json", '[{"output": "a", "output": "b"}]', "", "the key 'output' is there twice", "keep one"),
         ("a.json", json.dumps({"data": [GOOD]}, indent=2), "", "neither a JSON array nor JSON lines", "[{"),
         ("a.json", '"text"', "", "neither a JSON array nor JSON lines", "one conversation a line"),
         ("a.json", "[]", "", "holds no conversation", "write"),

@@ -129,6 +129,58 @@ def test_lines_of_words_and_a_backslash_that_continues_nothing() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "cut"),
+    [
+        ("a \\\n --b \\\n # --c \\\n --d\n", [(3, "--d", 4)]),
+        ("a \\\n # one\n # two\n\n -d\n", [(2, "-d", 5)]),
+        ("a --b # why \\\n --c\n", [(1, "--c", 2)]),
+        ("a \\\n # last\nb\n", []),
+        ("a --b # why\n", []),
+        ("A=(a \\\n # one \\\n --b)\nc -d\n", []),
+        ("a \\ # blanks\n --b\n", []),
+        ('case "$1" in # \\\n  --a) b ;;\nesac\n', []),
+    ],
+)
+def test_comments_that_end_a_command(text: str, cut: list[tuple[int, str, int]]) -> None:
+    assert [(line, word.text, word.line) for line, word in shell_words.read(text).cut] == cut
+
+
+CHAT = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]'
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a"])
+def test_records_of_data(tmp_path: Path, name: str) -> None:
+    text = f'{CHAT}}}\n\n{CHAT}, "label": true}}\n{CHAT}, "label": false, "label": true}}'
+    (document,) = found(tmp_path, name, text).documents
+    assert document.kind == "conversations"
+    told = [(entry.dotted, entry.value, entry.line, entry.first_line) for entry in document.entries]
+    assert told == [
+        ("record", "", 1, 0),
+        ("record.messages", "", 1, 0),
+        ("record.messages.role", "user", 1, 0),
+        ("record.messages.content", "a", 1, 0),
+        ("record.label", "true", 3, 0),
+        ("record.label", "true", 4, 4),
+        ("form", "lines", 0, 0),
+    ]
+
+
+def test_data_of_any_size_is_read_by_its_first_records(tmp_path: Path) -> None:
+    rows = [f'{CHAT}, "label": false}}'] * 20_000
+    for name, text in (("a.jsonl", "\n".join(rows)), ("a.json", f"[{', '.join(rows)}]")):
+        result = found(tmp_path, name, text)
+        assert [document.kind for document in result.documents] == ["conversations"] and not result.problems
+
+
+@pytest.mark.parametrize(
+    ("text", "line"), [(f"{CHAT}}}\n{CHAT}\n", 3), (f"[{CHAT}}},\n 1]", 2), (f"[{CHAT}}}\n{CHAT}}}]", 2)]
+)
+def test_data_that_is_broken_is_a_problem(tmp_path: Path, text: str, line: int) -> None:
+    (problem,) = found(tmp_path, "a.json", text).problems
+    assert problem.what.startswith("not valid JSON: ") and problem.where.endswith(f":{line}")
+
+
+@pytest.mark.parametrize(
     ("text", "launcher", "options"),
     [
         ("accelerate launch --num_processes 8 --multi_gpu x.py --lr 1", "accelerate", {"lr": "1"}),
@@ -192,6 +244,10 @@ def test_an_image_that_an_argument_names(name: str) -> None:
         ("x.yaml", "base_model: a\nadapter: lora\ndatasets: []\n", "axolotl"),
         ("x.json", '{"output_dir": "a", "bf16": true}', "arguments"),
         ("x.yaml", "family: a\ndata: {}\n", "ours"),
+        ("x.json", '{"a": {"file_name": "a.json"}, "b": {"hf_hub_url": "a/b", "columns": {}}}', "datasets"),
+        ("x.json", '{"a": {"file_name": "a.json"}, "b": {}}', "unknown"),
+        ("x.json", '[{"instruction": "a", "output": "b"}]', "conversations"),
+        ("x.jsonl", '{"file_name": "a.png", "text": "b"}', "unknown"),
         ("x.yaml", "services: {a: {image: b}}\n", "compose"),
         ("x.yaml", "apiVersion: v1\nkind: Pod\n", "kubernetes"),
         ("Dockerfile.gpu", "FROM a\n", "dockerfile"),

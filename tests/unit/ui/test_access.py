@@ -82,17 +82,17 @@ def test_a_session_outlives_the_process_and_its_file_opens_none(tmp_path: Path) 
     assert again.key in kept and cookie not in kept and again.csrf not in kept and access.token not in kept
     assert access.session(again.key) is None
     clock.now += SESSION_SECONDS + 1
-    assert access.session(cookie) is None and Access(tmp_path, clock=clock).open_sessions == 0
+    assert access.session(cookie) is None and len(Access(tmp_path, clock=clock).sessions) == 0
 
 
 def test_a_logout_and_a_new_token_end_sessions(tmp_path: Path) -> None:
     access = Access(tmp_path)
     one, two = access.log_in(access.token), access.log_in(access.token)
-    assert one and two and one != two and access.open_sessions == 2
+    assert one and two and one != two and len(access.sessions) == 2
     access.log_out(access.session(one).key)  # type: ignore[union-attr]
     assert access.session(one) is None and access.session(two) is not None
     old, name = access.token, access.cookie_name
-    assert access.session(access.rotate()) is not None and access.open_sessions == 1
+    assert access.session(access.rotate()) is not None and len(access.sessions) == 1
     assert access.session(two) is None and access.log_in(old) is None and access.cookie_name != name
     assert stat.S_IMODE((tmp_path / TOKEN_FILE).stat().st_mode) == 0o600
     assert Access(tmp_path).token == access.token != old
@@ -113,7 +113,7 @@ def test_a_full_disk_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.Monkey
     two = access.log_in(token)
     assert two and access.session(two) is not None
     access.log_out(access.session(one or "").key)  # type: ignore[union-attr]
-    assert access.session(two) is not None and Access(tmp_path).open_sessions == 0
+    assert access.session(two) is not None and len(Access(tmp_path).sessions) == 0
     monkeypatch.setattr(os, "open", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     with pytest.raises(NoSpaceError):
         access.rotate()

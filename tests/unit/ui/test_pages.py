@@ -275,6 +275,22 @@ def test_a_proved_lora_is_offered_with_its_programs_and_its_picture(
     assert len(re.findall(r'<img[^>]+src="/runs/', box)) == 1
 
 
+def test_a_run_on_a_cpu_has_no_gpu_memory(client: TestClient, studio: Studio) -> None:
+    """The allocator of GPUs has nothing there, and the plan's prediction is of the host's memory."""
+    folder = made.make_run(studio.runs / "cats")
+    row = dataclasses.replace(made.step_record(130), device_memory_reserved_bytes=0)
+    with (folder / "metrics.jsonl").open("w") as file:
+        file.write(json.dumps({**dataclasses.asdict(row), "device_memory_reserved_peak_bytes": 0}) + "\n")
+    (folder / "plan.json").write_text(json.dumps(made.PLAN | {"device": "cpu"}))
+    page = client.get(f"/runs/{identifier(studio.runs, folder)}").text
+    assert "GPU memory" not in page and "device_memory" not in page
+    memory = re.search(r'<th scope="row">Host memory</th>.*?</tr>', page, re.DOTALL)
+    assert memory and "16.0 GiB" in memory[0] and "not known" in memory[0]
+    other = made.make_run(studio.runs / "dogs")
+    runs = "&".join(f"run={identifier(studio.runs, one)}" for one in (folder, other))
+    assert '<th scope="row">Host memory or GPU memory</th>' in client.get(f"/compare?{runs}").text
+
+
 def test_a_stop_on_request_is_no_trouble_and_counts_its_checkpoint(
     client: TestClient, studio: Studio
 ) -> None:

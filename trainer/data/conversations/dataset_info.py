@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.data.caption_text import TextError, decode_text
+from trainer.data.caption_text import TextError, decode_text, object_of_pairs
 from trainer.data.conversations.formats import Layout, Tags, layout_of_columns
 from trainer.errors import DataError
 from trainer.words.near import did_you_mean
@@ -74,7 +74,7 @@ def read_entry(path: Path, name: str) -> tuple[Path, Layout]:
 def _entry(path: Path, name: str) -> Mapping[str, Any]:
     """The entry of this name."""
     try:
-        found = json.loads(decode_text(path.read_bytes()))
+        found = json.loads(decode_text(path.read_bytes()), object_pairs_hook=object_of_pairs)
     except OSError as error:
         what, remedy = f"the file cannot be read: {error.strerror or error}", "correct `dataset_info`"
         raise DataError(what, where=str(path), remedy=remedy) from error

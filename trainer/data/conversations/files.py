@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.data.caption_text import TextError, decode_text, parse_json
-from trainer.data.conversations.formats import LAYOUTS, OPENAI, Layout
+from trainer.data.caption_text import TextError, decode_text, object_of_pairs, parse_json
+from trainer.data.conversations.formats import FEEDBACK, LAYOUTS, OPENAI, Layout
 from trainer.errors import ConfigError, DataError
 from trainer.words import extras
 
@@ -37,7 +37,7 @@ def read_rows(file: Path, layout: Layout | None = None) -> list[Row]:
         what = f"{file.name} is neither .jsonl, .json nor .parquet"
         raise DataError(what, where=str(file), remedy="convert it to .jsonl")
     if kind == ".parquet":
-        return _nonempty(file, _read_parquet(file, LAYOUTS if layout is None else (layout,)))
+        return _nonempty(file, _read_parquet(file, layout))
     return _nonempty(file, _READERS[kind](file))
 
 
@@ -91,7 +91,7 @@ def _read_json(file: Path) -> list[Row]:
             raise DataError(what, where=str(file), remedy=remedy) from error
         return _lines(file, data)
     try:
-        items = json.loads(decode_text(data))
+        items = json.loads(decode_text(data), object_pairs_hook=object_of_pairs)
     except json.JSONDecodeError as error:
         what = f"not valid JSON: {error.msg} (column {error.colno})"
         raise DataError(what, where=f"{file}:{error.lineno}", remedy=f"write {_ARRAY}") from error
@@ -103,18 +103,21 @@ def _read_json(file: Path) -> list[Row]:
     return [(f"{file}[{index}]", index, [] if item is None else item) for index, item in enumerate(items)]
 
 
-def _read_parquet(file: Path, layouts: Sequence[Layout]) -> list[Row]:
-    """The rows as objects of what these layouts read. Raises ConfigError where pyarrow is not installed."""
+def _read_parquet(file: Path, layout: Layout | None) -> list[Row]:
+    """The rows as objects of what the layout reads, or all formats. Raises ConfigError where pyarrow is not
+    installed.
+    """
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         what = "reading .parquet needs pyarrow, which is not installed"
         remedy = f"{extras.remedy('parquet')}; or convert the file to .jsonl"
         raise ConfigError(what, where=str(file), remedy=remedy) from error
-    read = dict.fromkeys(key for layout in layouts for key in layout.keys)
+    read = dict.fromkeys(key for one in (LAYOUTS if layout is None else (layout,)) for key in one.keys)
     try:
         there: Sequence[str] = parquet.read_schema(file).names
         columns = [name for name in read if name in there]
+        columns += [name for name in FEEDBACK if columns and layout is None and name in there]
         # the other columns may be vectors or pictures, of many times the size
         listed: Sequence[object] = parquet.read_table(file, columns=columns).to_pylist() if columns else []
     except FileNotFoundError as error:

@@ -26,6 +26,8 @@ _UNREAD_KEYS: dict[str, tuple[object, ...]] = {
     "train": (None, True),
     "loss": (None, True),
 }
+FEEDBACK = ("label", "kto_tag")
+"""Keys of KTO's records, whose answers are to be unlearned where they say false."""
 _MOST_NAMED = 8
 """Most keys of a record that an error names."""
 
@@ -134,7 +136,13 @@ def layout_of_columns(columns: Mapping[str, str], tags: tuple[Tags, ...] = SHARE
 
 
 def find_layout(record: Mapping[str, Any]) -> Layout:
-    """The format of a record by its keys; a null counts as absent. Raises TextError for a record of none."""
+    """The format of a record by its keys; a null counts as absent. Raises TextError for a record of none, and
+    for one whose answer is marked as a bad one.
+    """
+    for key in FEEDBACK:
+        if record.get(key) is False:
+            what = f"the row has `{key}: false`, by which KTO marks an answer to unlearn"
+            raise TextError(what, "remove the row, or the key; or say by `columns` which keys are read")
     for layout in LAYOUTS:
         if any(record.get(key) is not None for key in layout.marks):
             return layout

@@ -105,7 +105,7 @@ def _json_rows(data: bytes) -> Iterator[Row]:
     for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if line.strip():
             try:
-                value = parse_json(decode_text(line), shape, hook=_object)
+                value = parse_json(decode_text(line), shape)
                 if not isinstance(value, dict):
                     raise TextError("the line is not a JSON object", f"write {shape}")
                 yield number, _known_keys(value)
@@ -170,14 +170,6 @@ def _known_keys(value: dict[str, Any]) -> dict[str, Any]:
             guess = f"did you mean `{hint}`? " if hint else ""
             known = ", ".join(f"`{known}`" for known in _KEYS)
             raise TextError(f"unknown key {key!r}", f"{guess}only {known} are read")
-    return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object in which no key is repeated."""
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise TextError("a key is there twice", "keep one of them")
     return value
 
 

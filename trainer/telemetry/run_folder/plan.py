@@ -36,6 +36,8 @@ class PlannedMemory:
 class RecordedPlan:
     """The plan that a run began with."""
 
+    device: str
+    """`cuda` or `cpu`; empty where it is not recorded."""
     decisions: tuple[PlannedDecision, ...]
     memory: Mapping[str, tuple[PlannedMemory, ...]]
     """Components by kind: `train` and `cache` on the device, `host` beside it."""
@@ -86,6 +88,7 @@ def _plan(raw: Mapping[str, Any]) -> RecordedPlan:
         for kind, name in _MEMORY.items()
     }
     return RecordedPlan(
+        device=str(raw.get("device", "")),
         decisions=tuple(decisions),
         memory=memory,
         budget_bytes=int(raw.get("budget_bytes", 0)),

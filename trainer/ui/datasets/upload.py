@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import filecmp
 import functools
 import json
 import os
@@ -109,10 +110,15 @@ class Upload:
         good = [one.stored for one in self._told if one.stored and not problems[one.stored]]
         within = PurePosixPath(self._place.name)
         with writing_to(self._place):
-            apart = _stems_apart(self._staging, good, self._place.folder)
-            names = _final_names(self._place.folder, good, self._fields.get("existing", "keep"), apart)
+            existing = self._fields.get("existing", "keep")
+            names = _sent_again(self._staging, good, self._place.folder, numbered=existing == "keep")
+            new = [name for name in good if name not in names]
+            apart = _stems_apart(self._staging, new, self._place.folder)
+            names |= _final_names(self._place.folder, new, existing, apart)
             moved = {
-                self._staging / name: str(within / target) for name, (target, _) in names.items() if target
+                self._staging / name: str(within / target)
+                for name, (target, _) in names.items()
+                if target and name in new
             }
             trash = dict.fromkeys(str(within / name) for _, replaced in names.values() for name in replaced)
             if moved:
@@ -206,6 +212,32 @@ def _size(folder: Path) -> tuple[int, int]:
             with contextlib.suppress(FileNotFoundError):  # others may work in the folder too
                 found.append((Path(inside) / name).lstat().st_size)
     return len(found), sum(found)
+
+
+def _sent_again(
+    staging: Path, names: Sequence[str], folder: Path, *, numbered: bool
+) -> dict[str, tuple[str, list[str]]]:
+    """Files that lie in `folder` already, byte for byte, with all others of their stem, as those of a part
+    whose answer was lost: their names there, which may be `numbered`.
+    """
+    others: defaultdict[str, set[str]] = defaultdict(set)
+    for path in folder.iterdir() if numbered else ():
+        others[re.sub(r"-\d+$", "", path.stem)].add(path.stem)
+    stems: defaultdict[str, list[str]] = defaultdict(list)
+    for name in names:
+        stems[PurePosixPath(name).stem].append(name)
+    found: dict[str, tuple[str, list[str]]] = {}
+    for stem, group in stems.items():
+        for other in sorted({stem} | others[stem], key=lambda one: (len(one), one)):
+            there = {name: other + PurePosixPath(name).suffix for name in group}
+            if all(_is_same(staging / name, folder / one) for name, one in there.items()):
+                found |= {name: (one, []) for name, one in there.items()}
+                break
+    return found
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return other.is_file() and not other.is_symlink() and filecmp.cmp(one, other, shallow=False)
 
 
 def _stems_apart(staging: Path, names: Sequence[str], folder: Path) -> Set[str]:

@@ -22,7 +22,7 @@ from trainer.ui import stream
 from trainer.ui.opened import open_below, webp
 from trainer.ui.page import part, render
 from trainer.ui.studio import Studio, UnknownIdError, found_by_id
-from trainer.ui.views.job import LEVELS, NUMBERS, job_view
+from trainer.ui.views.job import LEVELS, job_view
 from trainer.ui.views.queueing.jobs import resume, train_on
 from trainer.ui.views.runs import run_folder
 from trainer.ui.views.state import run_look
@@ -37,7 +37,7 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
 
     def show(request: Request) -> Response:
         view = job_view(studio, request.path_params["run"], level=request.query_params.get("log", LEVELS[0]))
-        return render(request, "job.html", view=view, levels=LEVELS, numbers=NUMBERS)
+        return render(request, "job.html", view=view, levels=LEVELS)
 
     def follow(request: Request) -> Response:
         run, level = request.path_params["run"], request.query_params.get("log", LEVELS[0])
@@ -50,7 +50,6 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
                     "_job.html",
                     view=job_view(studio, run, level=level),
                     levels=LEVELS,
-                    numbers=NUMBERS,
                 ),
                 look=lambda: run_look(folder),
                 looks=request.app.state.looks,

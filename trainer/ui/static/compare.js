@@ -3,7 +3,7 @@
 (async () => {
   const figure = document.getElementById("compared");
   if (!figure) return;
-  const answer = await fetch(figure.dataset.curves);
+  const answer = await studio.ask(figure.dataset.curves);
   if (!answer.ok) return;
   const { x, loss, held_out: heldOut } = await answer.json();
   const still = figure.querySelector("svg.curves"), output = figure.querySelector("output");

@@ -68,8 +68,8 @@
     if (waiting) return;
     waiting = true;
     const page = async (address) => {
-      const answer = await fetch(address).catch(() => null);
-      return answer?.ok ? new DOMParser().parseFromString(await answer.text(), "text/html") : null;
+      const answer = await studio.ask(address);
+      return answer.ok ? new DOMParser().parseFromString(await answer.text(), "text/html") : null;
     };
     const progress = `${location.pathname.split("/").slice(0, 3).join("/")}/progress`;
     let now = null;
@@ -125,48 +125,56 @@
     return found;
   }
 
-  async function send(files) {
-    const all = parts(files);
+  function send(files) {
+    const left = parts(files), existing = form.elements.existing.value, button = form.querySelector("button");
+    const more = document.createElement("button"), found = document.createElement("a");
+    more.type = "button";
+    more.textContent = "Go on";
+    more.addEventListener("click", go);
+    found.href = `${location.pathname}?wait=1`;
+    found.textContent = "Show them";
     let done = 0, bad = 0;
     told.replaceChildren();
-    sending = true;
-    form.querySelector("button").disabled = true;
     bar.hidden = false;
     bar.max = files.length;
-    for (const part of all) {
+    go();
+
+    // from the part that was not taken on; what of it arrived all the same is found to be there
+    async function go() {
+      sending = button.disabled = true;
+      while (left.length && await taken(left[0])) left.shift();
+      bar.value = done;
+      if (!left.length) state.textContent = `${done - bad} stored, ${bad} not. `;
+      window.studio.say(state.textContent);
+      state.append(left.length ? more : found);
+      refresh();
+      button.disabled = false;
+      if (!left.length) form.reset();
+      sending = left.length > 0 || told.children.length > 0;  // which are to be read
+    }
+
+    async function taken(part) {
       bar.value = done;
       state.textContent = `${done} of ${files.length}`;
       const body = new FormData();
       body.append("csrf", form.elements.csrf.value);
-      body.append("existing", form.elements.existing.value);
+      body.append("existing", existing);
       for (const file of part) body.append("files", file, file.name);
-      const answer = await fetch(form.action, { method: "POST", body, headers: { "HX-Request": "true" } })
-        .catch((error) => ({ ok: false, text: async () => String(error) }));
-      const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-      if (!answer.ok) {
+      const answer = await studio.ask(form.action, { method: "POST", body, headers: { "HX-Request": "true" } }, 10);
+      const text = await answer?.text() ?? "the studio does not answer, or a file is no longer there.";
+      const page = new DOMParser().parseFromString(text, "text/html");
+      if (!answer?.ok) {
         const why = page.querySelector("main") || page.body;
-        state.textContent = `Stopped after ${done} of ${files.length}: ${why.textContent.replace(/\s+/g, " ").trim()}`;
-        break;
+        state.textContent = `Stopped after ${done} of ${files.length}: ${why.textContent.replace(/\s+/g, " ").trim()} `;
+        return false;
       }
       const rows = [...page.querySelectorAll("li")];
       bad += rows.filter((row) => row.className === "bad").length;
       // faults first: they are what has to be read
       for (const row of rows) row.className === "bad" ? told.prepend(row) : told.append(row);
       done += part.length;
+      return true;
     }
-    bar.value = done;
-    if (done === files.length) {
-      state.textContent = `${done - bad} stored, ${bad} not. `;
-      const link = document.createElement("a");
-      link.href = `${location.pathname}?wait=1`;
-      link.textContent = "Show them";
-      state.append(link);
-    }
-    window.studio.say(state.textContent);
-    refresh();
-    form.querySelector("button").disabled = false;
-    form.reset();
-    sending = told.children.length > 0;  // which are to be read
   }
 
   form.addEventListener("submit", (event) => {

@@ -87,8 +87,6 @@
     first.focus();
   });
   document.addEventListener("htmx:after:swap", () => { if (document.getElementById("notes")) apply(); });
-  for (const name of ["htmx:error", "htmx:response:error"])
-    document.addEventListener(name, () => form.classList.add("failed"));
   // of these fields no plan depends
   for (const name of ["input", "change"]) {
     form.addEventListener(name, (event) => {

@@ -29,10 +29,41 @@
     }
   });
 
-  // a stream that broke is tried again; until it is there the page is an old one
-  const away = (is) => () => { document.getElementById("away").hidden = !is; };
-  document.addEventListener("htmx:sse:error", away(true));
-  document.addEventListener("htmx:sse:after:connection", away(false));
+  // a request that failed twice is told of; until one succeeds the page is an old one
+  const away = document.getElementById("away"), pause = () => new Promise((done) => setTimeout(done, 1000));
+  let failures = 0;
+  function told(status) {
+    failures = status < 400 ? 0 : failures + 1;
+    const was = away.hidden;
+    away.hidden = failures < 2;
+    if (!failures) return;
+    away.textContent = `The studio ${status ? `answered ${status}` : "does not answer"}: this page shows what was. ` +
+      (status ? "Load it again." : "Runs go on without it.");
+    if (was && !away.hidden) window.studio.say(away.textContent);
+  }
+  // streams and what is asked for every few seconds are asked for anew by themselves, others by `again`
+  function failed({ target, detail }) {
+    const status = detail.status ?? detail.ctx?.response?.status;
+    if (target.matches(".caption")) return;  // it says so itself
+    told(status);
+    target.classList.add("failed");
+    if (!(status < 500)) target.dispatchEvent(new Event("again"));
+  }
+  for (const name of ["htmx:error", "htmx:response:error", "htmx:sse:error"]) document.addEventListener(name, failed);
+  document.addEventListener("htmx:sse:after:connection", () => told(200));
+  document.addEventListener("htmx:after:request", ({ detail }) => { if (detail.ctx.response.status < 400) told(200); });
+
+  // a picture too, also one that failed before this script was there
+  const tries = new WeakMap();
+  async function fetched(image) {
+    const count = tries.get(image) ?? 0;
+    if (image.tagName !== "IMG" || count === 5) return;
+    tries.set(image, count + 1);
+    await pause();
+    image.src = image.src;
+  }
+  document.addEventListener("error", ({ target }) => { fetched(target); }, true);
+  for (const one of document.images) if (one.complete && !one.naturalWidth) fetched(one);
 
   // the stream of a hidden tab is closed, and opened anew when it is shown; one that only lost the focus rests
   if (document.querySelector("[hx-sse\\:connect]")) {
@@ -48,8 +79,17 @@
     sessionStorage.setItem("opened", [...opened].join(" "));
   }, true);
 
-  // say(text): for screen readers, in the page's one live region
   window.studio = {
+    // for screen readers, in the page's one live region
     say(text) { document.getElementById("live").textContent = text; },
+    // the answer to a request, which is sent again while none comes; null after so many tries
+    async ask(address, options, most = Infinity) {
+      for (let count = 1; ; count++) {
+        const answer = await fetch(address, options).catch(() => null);
+        told(answer ? 200 : undefined);
+        if (answer || count === most) return answer;
+        await pause();
+      }
+    },
   };
 })();

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from trainer.words.sizes import gib
 LEVELS = ("all", "warning", "error")
 """Filters of the log: all lines, or those of a level and above."""
 _LOG_BYTES, _LOG_LINES, _LAST_LINES = 1 << 17, 200, 20
-_NUMBERS = 100
+_MOST_NUMBERS = 100
 _SEVERE = {"warning": 1, "error": 2, "critical": 2}
 _BAR = (
     ((Phase.LOAD,), "Load"),
@@ -38,9 +38,10 @@ _BAR = (
     ((Phase.TRAIN, Phase.PREVIEW), "Train"),
     ((Phase.SAVE,), "Save"),
 )
-NUMBERS = {
+_RESERVED = "device_memory_reserved_bytes"
+_NUMBERS = {
     "loss": "loss", "validation_loss": "held-out loss", "learning_rate": "learning rate",
-    "grad_norm": "gradient norm", "seconds_per_step": "s/step", "device_memory_reserved_bytes": "GPU memory",
+    "grad_norm": "gradient norm", "seconds_per_step": "s/step", _RESERVED: "GPU memory",
 }  # fmt: skip
 """Columns of the table of numbers, by their name in metrics.jsonl."""
 
@@ -116,8 +117,10 @@ class JobView:
     preview_steps: tuple[int, ...]
     log: tuple[LogLine, ...]
     level: str
+    columns: Mapping[str, str]
+    """Titles of the table of numbers, by their name in metrics.jsonl; a CPU's run has no GPU memory."""
     numbers: tuple[tuple[int, tuple[str, ...]], ...]
-    """Last log steps, newest first: step and the values of NUMBERS as text."""
+    """Last log steps, newest first: step and the values of these columns as text."""
     result: ResultView | None
     """Its LoRA; None while it runs, and without one."""
     shown: FileView | None
@@ -152,7 +155,7 @@ def job_view(studio: Studio, run_id: str, *, level: str = LEVELS[0]) -> JobView:
     """
     folder = run_folder(studio, run_id)
     run = read_run(folder)
-    runs = run.state is State.RUNNING
+    runs, columns = run.state is State.RUNNING, _columns(run)
     obstacle = control.obstacle(folder, run.process) if runs else None
     lines = tuple(_log(studio.runs, folder))
     level = level if level in LEVELS else LEVELS[0]
@@ -179,7 +182,8 @@ def job_view(studio: Studio, run_id: str, *, level: str = LEVELS[0]) -> JobView:
         preview_steps=tuple(sorted({one.step for one in run.samples})),
         log=tuple(line for line in lines if _SEVERE.get(line.level, 0) >= LEVELS.index(level))[-_LOG_LINES:],
         level=level,
-        numbers=_numbers(run),
+        columns=columns,
+        numbers=_numbers(run, columns),
         checkpoints=tuple((one.step, one.bytes) for one in run.checkpoints),
         files=files,
         result=result_view(run, [line.text for line in lines], files),
@@ -222,7 +226,7 @@ def phases(run: Run) -> tuple[PhaseView, ...]:
 
 
 def compared(run: Run) -> tuple[Compared, ...]:
-    """Step time and device memory as the plan predicted them and as they were measured."""
+    """Step time and memory as the plan predicted them and as they were measured; a CPU's memory is not."""
     plan, last = run.plan, run.last
     predicted = peak = None
     if plan is not None:
@@ -231,8 +235,22 @@ def compared(run: Run) -> tuple[Compared, ...]:
     measured = [seconds for _, seconds in run.series("seconds_per_step")[1:]]
     return (
         Compared("Step", predicted, sorted(measured)[len(measured) // 2] if measured else None, "s"),
-        Compared("GPU memory", peak, last.get("device_memory_reserved_peak_bytes") or None, "bytes"),
+        Compared(
+            "Host memory" if _on_cpu(run) else "GPU memory",
+            peak,
+            last.get("device_memory_reserved_peak_bytes") or None,
+            "bytes",
+        ),
     )
+
+
+def _on_cpu(run: Run) -> bool:
+    """True for a run that was planned for a CPU."""
+    return run.plan is not None and run.plan.device == "cpu"
+
+
+def _columns(run: Run) -> dict[str, str]:
+    return {name: title for name, title in _NUMBERS.items() if name != _RESERVED or not _on_cpu(run)}
 
 
 def _end(run: Run, lines: Sequence[LogLine]) -> EndView | None:
@@ -281,12 +299,12 @@ def _clock(time: str) -> str:
         return time[11:19]
 
 
-def _numbers(run: Run) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """Lines of metrics with one of NUMBERS, newest first."""
-    rows = [row for row in run.rows if any(row.get(name) is not None for name in NUMBERS)]
+def _numbers(run: Run, columns: Iterable[str]) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """Lines of metrics with one of these values, newest first."""
+    rows = [row for row in run.rows if any(row.get(name) is not None for name in columns)]
     return tuple(
-        (int(row["step"]), tuple(_cell(name, row.get(name)) for name in NUMBERS))
-        for row in rows[-_NUMBERS:][::-1]
+        (int(row["step"]), tuple(_cell(name, row.get(name)) for name in columns))
+        for row in rows[-_MOST_NUMBERS:][::-1]
     )
 
 

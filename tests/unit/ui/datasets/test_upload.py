@@ -107,6 +107,22 @@ def test_nothing_is_overwritten(
     assert not tree(place.folder)
 
 
+@pytest.mark.parametrize("existing", ["keep", "replace", "skip"])
+def test_a_part_that_is_sent_again_is_stored_once(client: TestClient, studio: Studio, existing: str) -> None:
+    """Its answer was lost on the way: what is there already, byte for byte, is told as stored."""
+    place = make(studio, b="a bee")
+    files: Files = [("a.png", encoded(picture(seed=5), "PNG")), ("a.txt", b"a cat")]
+    files += [("b.png", encoded(picture(seed=6), "PNG")), ("b.txt", b"another bee")]
+    first = send(client, place, files, existing)
+    before = {path.name: path.read_bytes() for path in place.folder.iterdir() if path.is_file()}
+    again = send(client, place, files, existing)
+    assert {path.name: path.read_bytes() for path in place.folder.iterdir() if path.is_file()} == before
+    assert again == first
+    changed = send(client, place, [files[0], ("a.txt", b"a dog")], existing)
+    kept = {"keep": "stored as a-2.txt", "replace": "stored", "skip": "left out"}[existing]
+    assert changed["a.txt"].endswith(kept)
+
+
 def test_a_picture_of_the_same_stem_is_in_the_way_too(client: TestClient, studio: Studio) -> None:
     """Captions go by stems: a.jpg beside a.png would be refused by a run."""
     place = make(studio, a="a cat")
