@@ -31,6 +31,7 @@ from trainer.engine.records import resume
 from trainer.engine.records.journal import Journal, start_tracker
 from trainer.engine.results import proof
 from trainer.engine.results.full import export_full, prove_full
+from trainer.engine.results.no_effect import explained
 from trainer.engine.results.pictures import before_after, compared, first_of, row, shown, smaller, write_png
 from trainer.engine.spec import Spec
 from trainer.engine.training import loop, orders, rounds, state
@@ -225,7 +226,7 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
     context, model = run.context, run.built.model
     context.status.beat(Phase.SAVE)
     run.journal.phase(Phase.SAVE)
-    with rounds.beside_training(run):
+    with rounds.beside_training(run), explained(run.built.updater):
         if before is None:
             path, comfyui, result = proof.export_lora(context, model, step)
             prove_best(context, model, run.held_out, path)

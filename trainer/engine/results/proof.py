@@ -19,6 +19,7 @@ from trainer.config.secrets import redacted
 from trainer.engine.caching.batches import synthetic
 from trainer.engine.context import Context
 from trainer.engine.results.chat_files import write_chat_files
+from trainer.engine.results.no_effect import NoEffectError
 from trainer.errors import DataError, DivergedError, Problem
 from trainer.families.family import Family
 from trainer.families.values import Shape
@@ -99,7 +100,7 @@ def export_lora(context: Context, model: Any, step: int) -> tuple[Path, Path | N
         raise DivergedError("the trained LoRA is not finite", where=str(context.run_dir), remedy=LOWER_RATE)
     if not any(bool(tensor.any()) for name, tensor in state.items() if _grows(name)):
         what = "the trained LoRA is zero: it changes nothing"
-        raise DivergedError(what, where=str(context.run_dir), remedy=TRAIN_MORE)
+        raise NoEffectError(what, where=str(context.run_dir), remedy=TRAIN_MORE)
     folder = context.run_dir / "lora"
     temporary = context.run_dir / "lora.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -288,13 +289,13 @@ def prove_lora(
 
 
 def require_effect(effect: float, unchanged: str, where: str) -> None:
-    """Raise DivergedError where the model's output is moved to what is no number, or by nothing: that is
-    `unchanged` in words.
+    """Raise DivergedError where the model's output is moved to what is no number, NoEffectError where it is
+    moved by nothing: that is `unchanged` in words.
     """
     if not math.isfinite(effect):
         raise DivergedError("the model's output is not finite", where=where, remedy=LOWER_RATE)
     if effect == 0.0:
-        raise DivergedError(unchanged, where=where, remedy=TRAIN_MORE)
+        raise NoEffectError(unchanged, where=where, remedy=TRAIN_MORE)
 
 
 def load_lora(context: Context, model: Any, path: Path) -> None:
