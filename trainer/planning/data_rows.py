@@ -25,6 +25,7 @@ from trainer.planning.plan import Decision, Plan
 from trainer.planning.planning import plan_run
 from trainer.planning.scoring_row import with_scoring
 from trainer.ways import chat_templates
+from trainer.words.plurals import numbered
 
 
 def whole_plan(loaded: Loaded, facts: Facts, requested_profile: str = "auto") -> tuple[Loaded, Plan]:
@@ -51,7 +52,9 @@ def with_data(plan: Plan, config: RunConfig) -> Plan:
     if found is None and epochs is None:
         return plan
     if found is None:
-        reason = f"the run counts the steps of {epochs:g} epochs; this plan is for {steps} steps"
+        assert epochs is not None, "returned above"
+        planned = numbered(steps, "step")
+        reason = f"the run counts the steps of {numbered(epochs, 'epoch')}; this plan is for {planned}"
         row = Decision("data", "not counted", "facts", reason)
     else:
         row = _row(found, config)
@@ -61,21 +64,26 @@ def with_data(plan: Plan, config: RunConfig) -> Plan:
 def _row(found: Counted, config: RunConfig) -> Decision:
     epochs, steps = config.train.num_train_epochs, config.train.max_train_steps
     if found.tokens:
-        kind, how, about = "conversations", "by their rows, tokens by four bytes each", "about "
+        kind, how, about = "conversation", "by their rows, tokens by four bytes each", "about "
     else:
-        kind, how, about = "images", "by their names", "" if found.exact else "about "
+        kind, how, about = "image", "by their names", "" if found.exact else "about "
     if epochs is not None:
-        what = f"{epochs:g} epoch{'' if epochs == 1 else 's'} of {found.in_epoch} are {about}{steps} steps"
+        verb = "is" if epochs == 1 else "are"
+        what = f"{numbered(epochs, 'epoch')} of {found.in_epoch} {verb} {about}{numbered(steps, 'step')}"
     elif found.tokens:
-        what = f"{steps} steps are about {found.epochs(config, steps):.1f} epochs of {found.in_epoch}"
+        what = (
+            f"{numbered(steps, 'step is', 'steps are')} about {found.epochs(config, steps):.1f} epochs"
+            f" of {found.in_epoch}"
+        )
     else:
         seen = steps * config.train.train_batch_size * config.train.gradient_accumulation_steps
         what = (
-            f"{steps} steps see {seen} samples: {about}{found.epochs(config, steps):.1f} epochs"
+            f"{numbered(steps, 'step sees', 'steps see')} {numbered(seen, 'sample')}:"
+            f" {about}{found.epochs(config, steps):.1f} epochs"
             f" of {found.in_epoch}"
         )
     held_out = f", {found.held_out} held out" if found.held_out else ""
-    return Decision("data", f"{found.samples} {kind}", "facts", f"{how}; {what}{held_out}")
+    return Decision("data", numbered(found.samples, kind), "facts", f"{how}; {what}{held_out}")
 
 
 _OF_SAMPLES = (

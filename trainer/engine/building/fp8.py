@@ -36,7 +36,7 @@ def prove_fp8(context: Context, model: Any) -> str:
     layers = sum(isinstance(module, RowScaledLinear) and module.fp8_compute for module in model.modules())
     if products.count < layers:
         raise HardwareError(
-            f"{layers} layers are to multiply in FP8, but only {products.count} FP8 products ran",
+            f"layers to multiply in FP8: {layers}, but only {products.count} FP8 products ran",
             where="features.compute",
             remedy="set features.compute: bf16",
         )

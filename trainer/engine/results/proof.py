@@ -30,6 +30,7 @@ from trainer.modeling.adapter.comfyui import by_module, write_comfyui
 from trainer.modeling.adapter.peft_config import PEFT_PREFIX, config_beside
 from trainer.modeling.tensor_file import rewrite_sorted
 from trainer.telemetry.run_folder.results import PROOF_SUFFIX
+from trainer.words.plurals import numbered
 
 TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
 """Largest relative difference between the trained model and the one loaded from the file."""
@@ -56,7 +57,8 @@ class Proof:
     def __str__(self) -> str:
         return (
             f"reloaded from disk, outputs equal within {self.reload_error:.1e}; "
-            f"changes the model's output by {100 * self.effect:.3g} %; {self.layers} layers, all finite"
+            f"changes the model's output by {100 * self.effect:.3g} %;"
+            f" {numbered(self.layers, 'layer')}, all finite"
         )
 
 
@@ -201,7 +203,9 @@ def write_twin(context: Context, model: Any, folder: Path, name: str = "") -> Pa
         return None
     nameless = [module for module in by_module(state) if family.comfyui_keys(module) is None]
     if nameless:
-        context.say(f"no file for ComfyUI: it has no name for {len(nameless)} layers, first {nameless[0]}")
+        context.say(
+            f"no file for ComfyUI: it has no name for {numbered(len(nameless), 'layer')}, first {nameless[0]}"
+        )
         return None
     path = folder / f"{name or context.run_dir.resolve().name}.comfyui.safetensors"
     write_comfyui(
