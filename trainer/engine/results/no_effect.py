@@ -10,7 +10,7 @@ import torch
 from trainer.engine.optimizing.updater import Updater
 from trainer.errors import DivergedError
 
-_OTHER_TYPE = "write model.dtype: bf16 where the GPU has it, else fp32"
+_GO_ON = "raise train.max_train_steps and go on"
 
 
 class NoEffectError(DivergedError):
@@ -35,13 +35,13 @@ def _reason(updater: Updater) -> tuple[str, str]:
     taken = updater.steps_taken
     if updater.scale is not None and taken and not int(updater.scale.applied.item()):
         what = f"none of the run's steps ({taken}) was applied, as the gradients of each overflowed fp16"
-        more = "or train more steps: the loss is scaled down by half after each that overflows"
-        return what, f"{_OTHER_TYPE}; {more}"
+        other = "write model.dtype: bf16 where the GPU has it, else fp32, and another output_dir"
+        return what, f"{other}; or {_GO_ON}: the loss is scaled down by half after each that overflows"
     if updater.kind == "prodigy" and isinstance(updater.optimizer, torch.optim.Optimizer):
         rate = float(updater.optimizer.param_groups[0]["d"])
         return (
             f"prodigy's own estimate of the rate is {rate:.0e} so far, and it begins at 1e-06",
-            "train more steps, which it needs to find the rate, without train.lr_warmup_steps; or write"
-            " train.optimizer: adamw, and a train.learning_rate for it",
+            f"{_GO_ON}: it needs steps to find the rate; or write train.optimizer: adamw, a"
+            " train.learning_rate for it and another output_dir",
         )
     return "", ""
