@@ -105,7 +105,7 @@ def test_a_warm_up_that_is_as_long_as_the_epochs_is_a_tenth_of_them(
     train = with_steps(one.context, one.samples.training).config.train
     assert (train.max_train_steps, train.lr_warmup_steps) == (4, left)
     told = f", of which the learning rate rises for {left} in place of {warm_up}" if warm_up > left else ""
-    assert one.said[0] == f"1 epoch of 7 images are 4 steps{told}"
+    assert one.said[0] == f"1 epoch of 7 images is 4 steps{told}"
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1e-9, 1), (0.1, 1), (0.3, 3), (2 / 7, 2), (1, 7)])

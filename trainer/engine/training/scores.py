@@ -120,7 +120,7 @@ def _data(context: Context, scorer: Scorer, prompts: Sequence[Prompt]) -> str:
 
 def _tell(context: Context, found: Scores, step: int) -> None:
     values = "  ".join(f"{name} {value:.4g}" for name, value in found.values.items())
-    context.say(f"metrics of {numbered(found.pictures, 'preview')} of step {step}: {values}")
+    context.say(f"metrics of the {numbered(found.pictures, 'preview')} of step {step}: {values}")
     for one in found.copies[:_MOST_TOLD]:
         context.say(
             f"warning: preview {one.picture} is nearly the training picture {one.training}: cosine"
