@@ -59,7 +59,8 @@ def test_packed_rows_hold_what_the_epochs_hold(
     sampler = make_sampler(one.context, entries)
     seen = [len([sample for part in sampler.step(n) for sample in part]) for n in range(found)]
     assert sum(seen[:-1]) < epochs * 21 <= sum(seen)
-    assert one.said[0] == f"{epochs:g} epoch{'s' * (epochs > 1)} of 21 conversations are {found} steps"
+    verb = "are" if epochs > 1 else "is"
+    assert one.said[0] == f"{epochs:g} epoch{'s' * (epochs > 1)} of 21 conversations {verb} {found} steps"
     counts = Counter(sample.record for n in range(found) for part in sampler.step(n) for sample in part)
     wanted = {index: record.repeats * epochs for index, record in enumerate(one.samples.training)}
     # a sample may wait for room while one of the next epoch takes it
