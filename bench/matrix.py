@@ -276,8 +276,8 @@ def run_figures(run: Path, log: str) -> dict[str, Any]:
     half = times[len(times) // 2 :]
     median = statistics.median(half)
     slow = [number for number, one in enumerate(times, 1) if one > _STEADY * median]
-    graphs = re.search(r"(\d+) CUDA graphs of (\d+) sets of shapes", log)
-    compiled = re.search(r"(\d+) graphs compiled", log)
+    graphs = re.search(r"(\d+) CUDA graphs? of (\d+) sets? of shapes", log)
+    compiled = re.search(r"(\d+) graphs? compiled", log)
     largest = re.search(r"micro-batches a step, of (?:\d+ to )?(\d+) sample", log)
     return {
         "what the plan chose": ours.planned(run / "plan.json")["settings"],

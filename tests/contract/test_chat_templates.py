@@ -114,6 +114,7 @@ def test_a_resume_writes_by_the_same_template(workshop: Workshop, bare: Path, tm
     every = "checkpoint.checkpointing_steps=1"
     made(workshop, bare, tmp_path, "llama3", every).train()
     more = (every, "train.max_train_steps=2")
-    with pytest.raises(ConfigError, match=r"data.chat_template"):
+    words = r"data.chat_template: it began with llama3, this start has alpaca"
+    with pytest.raises(ConfigError, match=words):
         made(workshop, bare, tmp_path, "alpaca", *more).train()
     made(workshop, bare, tmp_path, "llama3", *more).train()

@@ -108,5 +108,5 @@ def test_one_that_reads_back_otherwise_is_left_out_and_told(
     job = workshop.job(LORA_CASES[0], tmp_path, *SHORT, "train.max_train_steps=4")
     job.train()
     told = [line for line in job.said if line.startswith("no LoRA file")]
-    assert told == ["no LoRA file of step 2: 1 tensors read back from disk differ from the trained ones"]
+    assert told == ["no LoRA file of step 2: 1 tensor read back from disk differs from the trained ones"]
     assert [bool(one.lora) for one in read_run(job.folder).checkpoints] == [False, True]

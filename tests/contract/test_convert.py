@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import json
+import multiprocessing
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,7 @@ from trainer.engine.building.build import build, load_base
 from trainer.engine.results import proof
 from trainer.engine.results.export import export
 from trainer.errors import ConfigError, DataError, NoSpaceError, TrainerError
+from trainer.files import atomic
 from trainer.modeling.adapter.adapter_file import merged_weight, read_adapter
 from trainer.modeling.base.source import resolve_source
 from trainer.modeling.tensor_file import split_shards
@@ -363,6 +368,40 @@ def test_merging_is_refused_where_it_would_lose_something(
     # of a LoRA that was trained over int8, whose configuration says so
     whole = ("--set", "features.weights=int8", "--set", "features.weights=auto")
     assert merge(done, tmp_path / "whole", *whole) == 0
+
+
+def test_a_merge_removes_what_a_killed_one_left_and_no_folder_without_its_mark(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = trained(FLUX, workshop, tmp_path)
+    left, mark = tmp_path / "merged.tmp", tmp_path / "merged.tmp" / ".merging"
+    killed = multiprocessing.get_context("fork").Process(target=_killed_in_merge, args=(done, tmp_path))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL and mark.is_file() and not (tmp_path / "merged").exists()
+    with mark.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # as a merge that still writes there
+        assert merge(done, tmp_path / "merged") == 78
+    assert "wait for the merge that writes there" in capsys.readouterr().err and mark.exists()
+    text = mark.read_text()
+    mark.write_text("somebody's own")
+    assert merge(done, tmp_path / "merged") == 78
+    assert "merged.tmp exists" in capsys.readouterr().err and mark.exists()
+    mark.write_text(text)
+    assert merge(done, tmp_path / "merged") == 0
+    assert "left by a merge that was killed, removed" in capsys.readouterr().err
+    assert not left.exists() and not (tmp_path / "merged" / ".merging").exists()
+
+
+def _killed_in_merge(done: Trained, folder: Path) -> None:
+    """Merge into `merged` in a process that is killed before the first file is copied."""
+
+    def kill(source: Path, target: Path) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(atomic, "copy_file", kill)
+        merge(done, folder / "merged")
 
 
 def read_metadata(path: Path) -> dict[str, str]:

@@ -59,7 +59,8 @@ def test_packed_rows_hold_what_the_epochs_hold(
     sampler = make_sampler(one.context, entries)
     seen = [len([sample for part in sampler.step(n) for sample in part]) for n in range(found)]
     assert sum(seen[:-1]) < epochs * 21 <= sum(seen)
-    assert one.said[0] == f"{epochs:g} epoch{'s' * (epochs > 1)} of 21 conversations are {found} steps"
+    verb = "are" if epochs > 1 else "is"
+    assert one.said[0] == f"{epochs:g} epoch{'s' * (epochs > 1)} of 21 conversations {verb} {found} steps"
     counts = Counter(sample.record for n in range(found) for part in sampler.step(n) for sample in part)
     wanted = {index: record.repeats * epochs for index, record in enumerate(one.samples.training)}
     # a sample may wait for room while one of the next epoch takes it
@@ -105,7 +106,7 @@ def test_a_warm_up_that_is_as_long_as_the_epochs_is_a_tenth_of_them(
     train = with_steps(one.context, one.samples.training).config.train
     assert (train.max_train_steps, train.lr_warmup_steps) == (4, left)
     told = f", of which the learning rate rises for {left} in place of {warm_up}" if warm_up > left else ""
-    assert one.said[0] == f"1 epoch of 7 images are 4 steps{told}"
+    assert one.said[0] == f"1 epoch of 7 images is 4 steps{told}"
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1e-9, 1), (0.1, 1), (0.3, 3), (2 / 7, 2), (1, 7)])

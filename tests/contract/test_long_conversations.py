@@ -144,5 +144,5 @@ def test_held_out_conversations_are_cut_too_and_stay_apart(
     assert told[f"{file}:2"].endswith("also up to its first answer")
     file.write_text(json.dumps(HOPELESS) + "\n")
     made = job(workshop, tmp_path, [SHORT], held_out, on_long="skip")
-    with pytest.raises(DataError, match="none of the 1 conversations that are to be held out is left"):
+    with pytest.raises(DataError, match="none of the 1 conversation that is to be held out is left"):
         fit_lengths(made.context, made.samples)

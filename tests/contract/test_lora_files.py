@@ -348,7 +348,7 @@ def test_a_result_without_effect_says_what_to_do(effect: float, words: str, reme
     [
         (put_nan, DivergedError, "is not finite"),
         (lambda t: next(iter(t.values())).view(-1)[0].add_(1e-3), DataError, "is not what was trained"),
-        (lambda t: t.pop(next(iter(t))), DataError, "1 tensors are missing"),
+        (lambda t: t.pop(next(iter(t))), DataError, "1 tensor is missing"),
         (lambda t: t.update(extra=torch.zeros(1)), DataError, "extra on disk is not what was trained"),
     ],
     ids=["nan", "changed", "missing", "extra"],

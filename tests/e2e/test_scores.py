@@ -94,7 +94,7 @@ def test_the_quickstart_is_measured_while_it_trains_and_by_the_command(tmp_path:
     assert [line for line in copied.stderr.splitlines() if line.startswith("warning")] == [said]
     prompts.write_text("unicorn\n")
     short = trainer(tmp_path, "score", *given, *models)
-    assert short.returncode == 65 and "1 prompts for 4 pictures" in short.stderr
+    assert short.returncode == 65 and "1 prompt for 4 pictures" in short.stderr
     gone = trainer(tmp_path, "score", str(run), "--dinov2", str(tmp_path / "nowhere"))
     assert gone.returncode == 78 and "nowhere does not exist" in gone.stderr
 

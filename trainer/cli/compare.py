@@ -78,6 +78,8 @@ def compare(
             say(line)
         words = _words(layers, vary)
         report.write_files(variants, outcome, extent, words, record=record, plot=plot)
+    else:
+        say(report.nothing_trained(outcome, [one for one in (record, plot) if one is not None]), err=True)
     if outcome.error is not None:
         raise outcome.error
     return outcome.code

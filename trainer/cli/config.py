@@ -8,6 +8,7 @@ from trainer.cli.options import Layers, config_arguments
 from trainer.cli.output import say, shown_below_options
 from trainer.container.appliance import IMAGE_ENVIRONMENT, SECRETS
 from trainer.errors import one_line
+from trainer.words.plurals import numbered
 
 
 @shown_below_options
@@ -97,12 +98,12 @@ def check(layers: Layers) -> None:
     loaded = layers.load()
     for path in layers.configs:
         count = sum(source.rpartition(":")[0] == str(path) for source in loaded.sources.values())
-        say(f"ok: {one_line(path)}: {count} {'value' if count == 1 else 'values'} in effect")
+        say(f"ok: {one_line(path)}: {numbered(count, 'value')} in effect")
     run = loaded.config
     chats = any(one.has_conversations for one in run.data.sets)
     size = f"rows of {run.data.max_sequence_length} tokens" if chats else f"{run.data.resolution} px"
     epochs, steps = run.train.num_train_epochs, run.train.max_train_steps
-    length = f"{steps} steps" if epochs is None else f"{epochs:g} epochs"
+    length = numbered(steps, "step") if epochs is None else numbered(epochs, "epoch")
     what = f"{run.family}, {run.method}, {length}, {size}"
     say(f"ok: {what} -> {run.output_dir}")
 

@@ -8,6 +8,7 @@ import click
 
 from trainer.cli.options import GivenPath, Layers, LoraFile, config_arguments
 from trainer.cli.output import say, shown_below_options
+from trainer.words.plurals import numbered
 
 _FILE = LoraFile()
 _PATH = GivenPath()
@@ -71,4 +72,4 @@ def merge(layers: Layers, lora: Path, target: Path) -> None:
     with placing(loaded.sources):
         source = resolve_source(loaded.config, components, trained=family.trained_component)
         changed = merge_files(loaded, source, lora, target, lambda line: say(line, err=True))
-    say(f"model: {target}; {changed} layers of {source.identity} are changed")
+    say(f"model: {target}; {numbered(changed, 'layer')} of {source.identity} changed")

@@ -13,6 +13,7 @@ from trainer.cli.options import GivenPath, Layers, LoraFile, config_arguments, l
 from trainer.cli.output import say, shown_below_options
 from trainer.cli.targets import require_picture
 from trainer.errors import ConfigError, DataError, one_line
+from trainer.words.plurals import numbered
 
 if TYPE_CHECKING:
     from trainer.config.reading.load import Loaded
@@ -132,7 +133,7 @@ def verify_lora(file: Path, layers: Layers) -> int:
     if not layers.given():
         from trainer.engine.results.proof import check_file
 
-        say(f"{one_line(file)}: {check_file(file)} layers, all finite, not zero")
+        say(f"{one_line(file)}: {numbered(check_file(file), 'layer')}, all finite, not zero")
         return 0
     from trainer.cli.jobs import run_job
     from trainer.cli.measure import planned

@@ -13,6 +13,7 @@ import click
 from trainer.cli.options import GivenPath, Layers
 from trainer.cli.output import say, shown_below_options
 from trainer.errors import ConfigError, DataError, one_line
+from trainer.words.plurals import numbered
 from trainer.words.tables import aligned
 
 if TYPE_CHECKING:
@@ -176,7 +177,8 @@ def _prompted(asked: _Asked, pictures: list[Picture]) -> list[Picture]:
         prompts = [line.strip() for line in lines if line.strip()]
         if len(prompts) != len(pictures):
             raise DataError(
-                f"{len(prompts)} prompts for {len(pictures)} pictures, first {pictures[0].name}",
+                f"{numbered(len(prompts), 'prompt')} for {numbered(len(pictures), 'picture')},"
+                f" first {pictures[0].name}",
                 where=str(asked.prompts),
                 remedy="write a line for each picture, in the order of their names",
             )
@@ -253,7 +255,11 @@ def _print(scorer: Scorer, found: Mapping[str, Scores]) -> None:
             say(f"warning: {names}: cosine {copy.cosine:.4f}, above {one.threshold:g}", err=True)
     cut = max(one.cut_prompts for one in found.values())
     if cut:
-        say(f"clip_t reads the beginning of {cut} prompts, which are longer than CLIP reads", err=True)
+        say(
+            f"clip_t reads the beginning of {numbered(cut, 'prompt, which is', 'prompts, which are')}"
+            " longer than CLIP reads",
+            err=True,
+        )
 
 
 def _json(scorer: Scorer, found: Mapping[str, Scores]) -> str:

@@ -37,7 +37,7 @@ def train(layers: Layers, no_probe: bool, share_gpu: bool) -> int:
     from trainer.config import environment
     from trainer.engine.spec import Job
     from trainer.machine.driver import visible_uuids
-    from trainer.planning.data_rows import require_dataset, with_data
+    from trainer.planning.data_rows import require_dataset, require_present, require_template, with_data
     from trainer.planning.epochs import with_epochs
     from trainer.planning.kept_decisions import continued
     from trainer.planning.render import plan_text
@@ -52,7 +52,9 @@ def train(layers: Layers, no_probe: bool, share_gpu: bool) -> int:
         loaded = with_epochs(continued(place.reconciled(layers.load())))
         port = environment.metrics_port()
         require_startable(loaded, port=port, writes_run=True)
+        require_present(loaded)
         facts, plan = planned_in_free_memory(loaded, probe=not no_probe)
+        require_template(loaded)
         plan = with_scoring(with_data(plan, loaded.config), loaded)
         say(plan_text(plan), err=True)  # stdout belongs to results
         order = visible_uuids() if plan.device == "cuda" else ()
@@ -85,7 +87,7 @@ def cache(layers: Layers, verify: bool, prune: bool, import_pt: Path | None) -> 
     from trainer.cli.other_hosts import telling
     from trainer.cli.places import place_of_start
     from trainer.engine.spec import Job
-    from trainer.planning.data_rows import require_dataset
+    from trainer.planning.data_rows import require_dataset, require_present, require_template
 
     place = place_of_start()
     if place.launch.rank:
@@ -94,6 +96,9 @@ def cache(layers: Layers, verify: bool, prune: bool, import_pt: Path | None) -> 
         require_dataset(layers.dataset)
         loaded = place.reconciled(layers.load())
         require_startable(loaded)
+        require_present(loaded)
         import_folder = str(import_pt.absolute()) if import_pt else ""
         job = Job(mode="cache", verify=verify, prune=prune, import_folder=import_folder)
-        return run_job(loaded, *planned(loaded, probe=False), job)
+        facts, plan = planned(loaded, probe=False)
+        require_template(loaded)
+        return run_job(loaded, facts, plan, job)

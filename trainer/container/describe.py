@@ -11,6 +11,7 @@ from trainer.machine.mounts import Mount
 from trainer.machine.profiles import select_each
 from trainer.planning.torch_and_driver import BF16_CAPABILITY
 from trainer.ways.storages import WAYS
+from trainer.words.plurals import numbered
 from trainer.words.sizes import gib
 
 Row = tuple[str, str]
@@ -111,4 +112,8 @@ def _measured(facts: Facts) -> str:
     if not facts.verdicts:
         return "nothing yet; `trainer train` does it once for each shape, `trainer probe CONFIG` now"
     works = sum(row.works for row in facts.verdicts)
-    return f"{len(facts.verdicts)} kernels, {works} of them work: see the table"
+    kernels, working = (
+        numbered(len(facts.verdicts), "kernel"),
+        numbered(works, "of them works", "of them work"),
+    )
+    return f"{kernels}, {working}: see the table"

@@ -28,6 +28,7 @@ from trainer.data.conversations.formats import (
 from trainer.data.leftout import capped, list_left_out, nothing_left
 from trainer.data.records import ChatRecord, Scan
 from trainer.errors import DataError, Problem
+from trainer.words.plurals import numbered
 
 if TYPE_CHECKING:
     from trainer.config.schema import DataSet, RunConfig
@@ -127,7 +128,7 @@ def _tell(file: _File) -> None:
     """Tell a file's format and how many conversations were taken from it."""
     if file.layout is not None:
         count, name = len(file.records), file.layout.name
-        _log.info("%s: %d conversation%s (%s)", file.path, count, "s" * (count != 1), name)
+        _log.info("%s: %s (%s)", file.path, numbered(count, "conversation"), name)
 
 
 def _record(file: _File, row: Row) -> ChatRecord:

@@ -10,6 +10,7 @@ from pathlib import Path
 from trainer.data.records import LeftOut
 from trainer.errors import DataError, Problem, one_line
 from trainer.files import atomic
+from trainer.words.plurals import numbered
 
 MAX_PROBLEMS_SHOWN = 50
 LEFT_OUT_NAME = "left_out.jsonl"
@@ -22,7 +23,7 @@ def capped(problems: Sequence[Problem]) -> list[Problem]:
     hidden = len(problems) - len(shown)
     if hidden:
         remedy = "correct those above, then run again to see the rest"
-        shown.append(Problem(what=f"... and {hidden} more problems", remedy=remedy))
+        shown.append(Problem(what=f"... and {numbered(hidden, 'more problem')}", remedy=remedy))
     return shown
 
 

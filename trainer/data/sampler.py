@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from trainer.data.records import Record
 from trainer.errors import DataError
+from trainer.words.plurals import numbered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +209,7 @@ def held_out_split(
         copies = len(records) - len(twins)
         because = f", {copies} of them copies of others" if copies else ""
         held = f"the sets hold {len(records)}{because}, and one must train"
-        what = f"{count} samples cannot be held out: {held}"
+        what = f"{numbered(count, 'sample')} cannot be held out: {held}"
         raise DataError(what, where="validation.held_out", remedy="hold out fewer, or add some")
     train = tuple(record for record in records if record.content_sha256 not in held_out)
     return train, tuple(record for record in records if record.content_sha256 in held_out)

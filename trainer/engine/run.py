@@ -31,6 +31,7 @@ from trainer.engine.records import resume
 from trainer.engine.records.journal import Journal, start_tracker
 from trainer.engine.results import proof
 from trainer.engine.results.full import export_full, prove_full
+from trainer.engine.results.no_effect import explained
 from trainer.engine.results.pictures import before_after, compared, first_of, row, shown, smaller, write_png
 from trainer.engine.spec import Spec
 from trainer.engine.training import loop, orders, rounds, state
@@ -53,6 +54,7 @@ from trainer.telemetry.run_folder.plan import PLAN_FILE
 from trainer.telemetry.rundir import CONFIG_FILE, LOCK_FILE
 from trainer.telemetry.sinks.records import METRICS_LOG, held_out_line, read_metrics
 from trainer.telemetry.status import Phase
+from trainer.words.plurals import numbered
 from trainer.words.sizes import GIB
 
 
@@ -83,8 +85,9 @@ def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
     report = fill_cache(context, entries, verify=spec.verify)
     if spec.prune and leads:
         files, size = prune(entries.cache.folder, {entry.key for entry in entries.all()})
-        context.say(f"pruned {files} files, {size / GIB:.2f} GiB")
-    context.say(f"cache complete in {context.cache_dir}: {report.reused + report.encoded} entries")
+        context.say(f"pruned {numbered(files, 'file')}, {size / GIB:.2f} GiB")
+    complete = numbered(report.reused + report.encoded, "entry", "entries")
+    context.say(f"cache complete in {context.cache_dir}: {complete}")
 
 
 def train(context: Context, samples: Samples, spec: Spec) -> None:
@@ -225,7 +228,7 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
     context, model = run.context, run.built.model
     context.status.beat(Phase.SAVE)
     run.journal.phase(Phase.SAVE)
-    with rounds.beside_training(run):
+    with rounds.beside_training(run), explained(run.built.updater):
         if before is None:
             path, comfyui, result = proof.export_lora(context, model, step)
             prove_best(context, model, run.held_out, path)
@@ -388,7 +391,7 @@ def verify_file(context: Context, spec: Spec) -> None:
     """Repeat the LoRA proof on a fresh base; the outputs of training are not needed."""
     apply_backend_settings(context)
     path = Path(spec.lora_file)
-    context.say(f"file: {proof.check_file(path)} layers, all finite, not zero")
+    context.say(f"file: {numbered(proof.check_file(path), 'layer')}, all finite, not zero")
     model = load_base(context).module
     untouched = proof.fixed_outputs(context, model)
     proof.load_lora(context, model, path)

@@ -10,25 +10,37 @@ from pathlib import Path
 
 from trainer import families
 from trainer.config.reading.load import Loaded
-from trainer.config.reading.paths import paths_of
+from trainer.config.reading.paths import MODEL, paths_of
 from trainer.config.schema import RunConfig
-from trainer.errors import DataError, Problem
+from trainer.config.tree import by_user
+from trainer.data.conversations.dataset_info import read_entry
+from trainer.errors import ConfigError, DataError, Problem
 from trainer.families.family import Family
 from trainer.machine.facts import Facts
+from trainer.modeling.base.base import local_folder
+from trainer.modeling.base.tokenizer_files import fitting_templates, lacks_template, split_marks
 from trainer.planning.epochs import Counted, count, with_epochs
 from trainer.planning.kept_decisions import continued
 from trainer.planning.plan import Decision, Plan
 from trainer.planning.planning import plan_run
 from trainer.planning.scoring_row import with_scoring
+from trainer.ways import chat_templates
+from trainer.words.plurals import numbered
 
 
 def whole_plan(loaded: Loaded, facts: Facts, requested_profile: str = "auto") -> tuple[Loaded, Plan]:
     """The configuration as it is planned, and its plan with all rows, as `trainer plan` shows it.
 
-    A run that has begun keeps its decisions, and a length in epochs is one in steps. Raises as `plan_run`.
+    A run that has begun keeps its decisions, and a length in epochs is one in steps. Samples that are not
+    there are warnings. Raises as `plan_run` and `require_template`.
     """
     loaded = with_epochs(continued(loaded))
     plan = plan_run(loaded, facts, requested_profile)
+    require_template(loaded)
+    told = (
+        f"{one.where}: {one.what}, and `trainer train` refuses that: {one.remedy}" for one in absent(loaded)
+    )
+    plan = dataclasses.replace(plan, warnings=(*plan.warnings, *told))
     return loaded, with_scoring(with_data(plan, loaded.config), loaded)
 
 
@@ -40,7 +52,9 @@ def with_data(plan: Plan, config: RunConfig) -> Plan:
     if found is None and epochs is None:
         return plan
     if found is None:
-        reason = f"the run counts the steps of {epochs:g} epochs; this plan is for {steps} steps"
+        assert epochs is not None, "returned above"
+        planned = numbered(steps, "step")
+        reason = f"the run counts the steps of {numbered(epochs, 'epoch')}; this plan is for {planned}"
         row = Decision("data", "not counted", "facts", reason)
     else:
         row = _row(found, config)
@@ -50,21 +64,26 @@ def with_data(plan: Plan, config: RunConfig) -> Plan:
 def _row(found: Counted, config: RunConfig) -> Decision:
     epochs, steps = config.train.num_train_epochs, config.train.max_train_steps
     if found.tokens:
-        kind, how, about = "conversations", "by their rows, tokens by four bytes each", "about "
+        kind, how, about = "conversation", "by their rows, tokens by four bytes each", "about "
     else:
-        kind, how, about = "images", "by their names", "" if found.exact else "about "
+        kind, how, about = "image", "by their names", "" if found.exact else "about "
     if epochs is not None:
-        what = f"{epochs:g} epoch{'' if epochs == 1 else 's'} of {found.in_epoch} are {about}{steps} steps"
+        verb = "is" if epochs == 1 else "are"
+        what = f"{numbered(epochs, 'epoch')} of {found.in_epoch} {verb} {about}{numbered(steps, 'step')}"
     elif found.tokens:
-        what = f"{steps} steps are about {found.epochs(config, steps):.1f} epochs of {found.in_epoch}"
+        what = (
+            f"{numbered(steps, 'step is', 'steps are')} about {found.epochs(config, steps):.1f} epochs"
+            f" of {found.in_epoch}"
+        )
     else:
         seen = steps * config.train.train_batch_size * config.train.gradient_accumulation_steps
         what = (
-            f"{steps} steps see {seen} samples: {about}{found.epochs(config, steps):.1f} epochs"
+            f"{numbered(steps, 'step sees', 'steps see')} {numbered(seen, 'sample')}:"
+            f" {about}{found.epochs(config, steps):.1f} epochs"
             f" of {found.in_epoch}"
         )
     held_out = f", {found.held_out} held out" if found.held_out else ""
-    return Decision("data", f"{found.samples} {kind}", "facts", f"{how}; {what}{held_out}")
+    return Decision("data", numbered(found.samples, kind), "facts", f"{how}; {what}{held_out}")
 
 
 _OF_SAMPLES = (
@@ -74,21 +93,66 @@ _OF_SAMPLES = (
 _REMEDY = "check its name, and in a container that the folder is mounted and readable for its user"
 
 
-def require_data(loaded: Loaded) -> None:
-    """Raise DataError with every folder and file of samples that is not there and, of pictures, with all that
-    their names and captions show the run to refuse. Pictures and conversations are read by the run alone.
+def absent(loaded: Loaded) -> list[Problem]:
+    """Every folder and file of samples that is not there, by the key that names it, and every entry of a
+    dataset_info.json that cannot be read.
     """
-    named = ((key, path) for key, path in paths_of(loaded.config) if key.startswith(_OF_SAMPLES))
+    named = [(key, path) for key, path in paths_of(loaded.config) if key.startswith(_OF_SAMPLES)]
     missing = [
         Problem(what=f"`{key}`: {path} does not exist", where=loaded.sources.get(key, ""), remedy=_REMEDY)
         for key, path in named
         if not os.path.exists(path)  # noqa: PTH110
     ]
-    if missing:
+    data, validation = loaded.config.data, loaded.config.validation
+    lists = [(one.dataset_info, one.name) for one in data.sets]
+    for path, name in (*lists, (validation.dataset_info, validation.name)):
+        if path is not None and name is not None and os.path.exists(path):  # noqa: PTH110
+            try:
+                read_entry(path, name)
+            except DataError as error:
+                missing += error.problems
+    return missing
+
+
+def require_present(loaded: Loaded) -> None:
+    """Raise DataError with every folder and file of samples that is not there, as `absent` finds them."""
+    if missing := absent(loaded):
         raise DataError(missing)
+
+
+def require_data(loaded: Loaded) -> None:
+    """Raise DataError as `require_present` and, of pictures, with all that their names and captions show the
+    run to refuse. Pictures and conversations are read by the run alone.
+    """
+    require_present(loaded)
     family = families.get(loaded.config.family)
     if family.sample_kind == "image":
         _require_captions(loaded.config, family)
+
+
+def require_template(loaded: Loaded) -> None:
+    """Raise ConfigError where the files of a language model's tokenizer show that conversations cannot be
+    written: by a shipped template whose marks it splits, or by its own where it has none.
+
+    Nothing is said of a base that is not on this disk, nor of a template of the user's.
+    """
+    name, folder = loaded.config.data.chat_template, local_folder(loaded.config)
+    if families.get(loaded.config.family).sample_kind != "conversation" or folder is None:
+        return
+    if name == chat_templates.AUTO and lacks_template(folder):
+        what = "the base model's tokenizer has no chat template"
+        remedy = (
+            f"write {chat_templates.KEY}: {{taken}}, or FILE.jinja; or use a model that was made for chats"
+        )
+    elif name in chat_templates.names() and (split := split_marks(folder, name)):
+        what = f"{name}: the base's tokenizer does not have {', '.join(split)} as tokens, and splits them"
+        remedy = "templates whose marks it has: {taken}; or name a base that has these tokens"
+    else:
+        return
+    where = loaded.sources.get(chat_templates.KEY, "")
+    if not by_user(where):
+        where = loaded.sources.get(MODEL, where)
+    raise ConfigError(what, where=where, remedy=remedy.format(taken=", ".join(fitting_templates(folder))))
 
 
 def _require_captions(config: RunConfig, family: Family) -> None:

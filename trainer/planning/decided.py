@@ -24,6 +24,7 @@ from trainer.planning.cost import disk, memory, roofline
 from trainer.planning.cost.storage import parameters
 from trainer.planning.plan import Decision, MemoryRow, Plan, on_off
 from trainer.planning.variables import Variables, variables
+from trainer.words.plurals import numbered
 from trainer.words.sizes import gib
 
 # share of the time a sample that another setting must come below
@@ -268,7 +269,7 @@ def _disk(situation: Situation, chosen: fastest_fit.Outcome) -> tuple[int, Decis
     copies += count if config.method == "lora" and config.checkpoint.lora_files else 0
     size = disk.disk_bytes(chosen.storage, situation.geometry, checkpoints=count, copies=copies)
     each = ", each with its LoRA," if config.checkpoint.lora_files else ","
-    reason = f"{count} checkpoint{'s' if count != 1 else ''} in output_dir{each} and the final files"
+    reason = f"{numbered(count, 'checkpoint')} in output_dir{each} and the final files"
     return size, Decision("disk", gib(size), "auto", reason)
 
 

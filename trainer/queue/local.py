@@ -119,7 +119,7 @@ class Local:
                 remedy = f"GPUs that are there: {', '.join(there)}"
                 raise ConfigError(f"GPU {uuid} is not there", where=request.name, remedy=remedy)
         if not request.gpus and request.count > len(known):
-            what = f"{request.count} GPUs are asked for, and {len(known)} are there"
+            what = f"more GPUs are asked for ({request.count}) than there are ({len(known)})"
             raise ConfigError(what, where=request.name, remedy="ask for fewer GPUs")
 
     def _require_own_folder(self, request: Request, jobs: Sequence[Job], others: Sequence[Request]) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from trainer.queue.database import Job
 from trainer.queue.launcher import CPU
+from trainer.words.plurals import numbered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,9 @@ def label(job: Job) -> str:
 
 
 def _short(count: int, there: int) -> str:
-    return f"wants {count} GPUs, and {there} are there" if count > there else ""
+    return (
+        f"wants {numbered(count, 'GPU')}, and {numbered(there, 'is', 'are')} there" if count > there else ""
+    )
 
 
 def _reasons(

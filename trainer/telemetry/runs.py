@@ -311,10 +311,15 @@ def _figures(run: Run) -> dict[str, str]:
     }
 
 
+_ONE = ("1", "1.0")
+
+
 def _length(config: Mapping[str, str]) -> str:
     """The run's length as it was written: steps, or epochs."""
     epochs = config.get("train.num_train_epochs", "null")
-    return config.get("train.max_train_steps", "?") if epochs == "null" else f"{epochs} epochs"
+    if epochs == "null":
+        return config.get("train.max_train_steps", "?")
+    return f"{epochs} epoch" if epochs in _ONE else f"{epochs} epochs"
 
 
 def _whole(value: float | None) -> str:

@@ -79,6 +79,8 @@ def test_figures_are_of_the_second_half(tmp_path: Path) -> None:
     assert found["ms a micro-batch"] == 250 and found["predicted"] == 250
     assert found["steady after"] == 8 and found["graphs"] == "12 of 19" and found["compiled"] == 6
     assert (found["peak GiB"], found["planned"]) == (61.0, 60.0)
+    one = matrix.run_figures(tmp_path, "1 CUDA graph of 1 set of shapes; 1 graph compiled")
+    assert (one["graphs"], one["compiled"]) == ("1 of 1", 1)
     fewer = matrix.run_figures(tmp_path, "computed together: 3.1 micro-batches a step, of 1 to 3 samples")
     assert fewer["planned"] == 60 - 10.2
     assert matrix.run_figures(tmp_path, "together: 1.0 micro-batches a step, of 3 samples") == fewer

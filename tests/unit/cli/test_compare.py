@@ -9,6 +9,7 @@ import pytest
 from tests.contract.runs import CPU_FACTS, ROOT
 from trainer.cli import main
 from trainer.engine.comparing import rounds
+from trainer.errors import ExitCode
 
 QUICKSTART = "train_configs/quickstart.yaml"
 
@@ -89,3 +90,16 @@ def test_with_vary_files_are_laid_over_each_other(
         ("lora.rank=8, train.seed=2", 2, True),
     ]
     assert "train.seed (1, 2)" in capsys.readouterr().out
+
+
+def test_a_comparison_without_a_step_says_that_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compare(*_: object) -> rounds.Outcome:
+        return rounds.Outcome(code=ExitCode.STOPPED, why="stopped in cache A")
+
+    monkeypatch.setattr(rounds, "compare", compare)
+    record = tmp_path / "record.json"
+    assert main(["compare", QUICKSTART, "--vary", "lora.rank=4,8", "--json", str(record)]) == 75
+    told = "stopped in cache A: no step was trained, so there is nothing to compare"
+    assert f"{told}, and {record} is not written" in capsys.readouterr().err and not record.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from bench.record import from_json
 from tests.unit.comparing.conftest import Bench, variants_of
 from trainer.engine.comparing import differences, plot, report, verdicts
-from trainer.engine.comparing.rounds import Extent
+from trainer.engine.comparing.rounds import Extent, Outcome
 from trainer.engine.comparing.variants import varied
 from trainer.errors import ConfigError
 from trainer.telemetry import measurement
@@ -212,3 +213,11 @@ def test_steps_of_few_are_counted_in_whole_ones(bench: Bench) -> None:
     axes = Figure().subplots()
     plot._draw_losses(axes, variants, bench.compare(variants, learn=20))
     assert all(float(tick).is_integer() for tick in axes.get_xticks())
+
+
+@pytest.mark.parametrize(("learn", "told"), [(50, True), (500, False), (0, False)])
+def test_a_warm_up_as_long_as_the_runs_that_learn_is_told(learn: int, told: bool) -> None:
+    variants = variants_of("train.lr_warmup_steps=100 train.max_train_steps=1000", "train.seed=1")
+    extent = dataclasses.replace(EXTENT, learn=learn)
+    found = [one for one in report.notes(variants, Outcome(), extent) if "lr_warmup_steps is 100" in one]
+    assert bool(found) == told

@@ -125,6 +125,10 @@ KEYS: dict[str, Bad] = {
         ("c.yaml:9", "unknown key `network.linear`", "did you mean `lora.rank`?"),
         ("c.yaml:10", "unknown key `network.linear_alpha`", "did you mean `lora.alpha`?"),
     ),
+    "misspelt section with another trainer's keys": added(
+        "optimiser:\n  lr: 1e-4\n  name: adamw\n",
+        ("c.yaml:8", "unknown key `optimiser`", "did you mean `train.optimizer`? Below it, `lr`:"),
+    ),
     "unified memory": added(
         "features:\n  unified_memory: true\n",
         ("c.yaml:9", "unknown key `features.unified_memory`", "UNIFIED_MEMORY=true in the environment"),

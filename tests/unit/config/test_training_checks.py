@@ -76,3 +76,20 @@ def test_patterns_are_written_as_mappings_or_by_one_key_and_load_again(tmp_path:
     path.write_text(dump(first.config))
     again = load([path], family_defaults={"x": {}}, environ={})
     assert again.config == first.config
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("flow.logit_std=0.5", "flow.mode_scale=2"),
+        ("flow.weighting_scheme=mode", "flow.mode_scale=9"),
+    ],
+)
+def test_noise_levels_of_a_language_model_are_told_by_the_plan_alone(
+    overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    """No scheme of noise levels is the remedy: a language model has none."""
+    given = loaded(tmp_path, "data.sets=[{chat_file: chats.jsonl}]", *overrides)
+    assert given.config.flow.mode_scale > 1.5
+    with pytest.raises(ConfigError, match=r"flow\.mode_scale"):
+        loaded(tmp_path, *overrides)

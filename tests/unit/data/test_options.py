@@ -260,7 +260,7 @@ def test_flip_warns_where_captions_name_a_side(tmp_path: Path, caplog: pytest.Lo
         scan(DataSet(img_dir=tmp_path))
         assert "`flip` is on" not in caplog.text
         scan(DataSet(img_dir=tmp_path, flip=True))
-    assert "`flip` is on, and 1 captions say left or right" in caplog.text
+    assert "`flip` is on, and 1 caption says left or right" in caplog.text
     assert "a.png: a cat on the Left" in caplog.text and "b.png: " not in caplog.text
     assert names_a_side("turn right!") and not names_a_side("brightly")
 
@@ -279,7 +279,7 @@ def test_a_profile_that_cannot_be_applied_is_told(tmp_path: Path, caplog: pytest
     picture().save(tmp_path / "a.png", icc_profile=b"nonsense" * 30)
     (found,) = scan(DataSet(img_dir=tmp_path))
     assert found.colour == ""
-    assert "1 images are read as sRGB" in caplog.text and "cannot be read" in caplog.text
+    assert "1 image is read as sRGB" in caplog.text and "cannot be read" in caplog.text
     assert read_image(tmp_path / "a.png").tobytes() == picture().tobytes()
 
 

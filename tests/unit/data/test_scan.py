@@ -222,7 +222,7 @@ def test_small_images_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFix
     (wide, _) = scan(tmp_path, resolution=64)
     assert wide.width * wide.height > wide.bucket_width * wide.bucket_height
     assert wide.height < wide.bucket_height
-    assert "1 of 2 images are smaller than what they" in caplog.text and "130x46" in caplog.text
+    assert "1 of 2 images is smaller than what it is" in caplog.text and "130x46" in caplog.text
     caplog.clear()
     scan(tmp_path, resolution=32)
     assert not caplog.records

@@ -59,7 +59,7 @@ def test_layers_whose_product_did_not_run_in_fp8_are_told(monkeypatch: pytest.Mo
     layer.fp8_compute = True
     monkeypatch.setattr(fp8, "keep_ones", lambda device: None)
     monkeypatch.setattr(fp8, "small_forward", lambda context, model: lambda: None)
-    with pytest.raises(HardwareError, match="1 layers are to multiply in FP8, but only 0 FP8 products ran"):
+    with pytest.raises(HardwareError, match="1 layer is to multiply in FP8, but only 0 FP8 products ran"):
         prove_fp8(cast(Context, SimpleNamespace(device="cpu")), torch.nn.Sequential(layer))
 
 

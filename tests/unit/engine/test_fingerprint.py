@@ -13,9 +13,11 @@ import pytest
 
 from trainer import families
 from trainer.config.schema import DataSection, FlowSection, LoraSection, RunConfig, Section, TrainSection
+from trainer.engine.caching.entries import text_key
 from trainer.engine.records import fingerprint
 from trainer.engine.records.fingerprint import FREE, REFUSED, TOLD, UNRECORDED, Change, changes
 from trainer.planning.plan import Plan
+from trainer.ways import chat_templates
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -102,3 +104,22 @@ def test_values_that_do_not_apply_are_left_out(family: str, method: str, absent:
     assert refused.keys() == REFUSED.keys() - absent
     assert told.keys() == TOLD.keys()
     assert (refused["dtype"], refused["revision"], told["train.adam_beta2"]) == ("as planned", "", "0.999")
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "words"),
+    [
+        ("seed", "0", "1", "it began with '0', this start has '1'"),
+        ("data.chat_template", "chatml", "auto", "it began with chatml, this start has auto"),
+        ("data.chat_template", "ab", "chatml", "it began with a template of a file, this start has chatml"),
+        (
+            "data.chat_template", "ab", "cd",
+            "it began with a template of a file, this start has a template of a file with another content",
+        ),
+        ("lora.init_from", "nothing", "ab", "it began with nothing, this start has an adapter's file"),
+    ],
+)  # fmt: skip
+def test_a_change_of_a_file_is_told_in_words(name: str, old: str, new: str, words: str) -> None:
+    """No hash says anything to a reader."""
+    keys = {one: text_key(str(chat_templates.text_of(one))) for one in chat_templates.names()}
+    assert Change(name=name, old=keys.get(old, old), new=keys.get(new, new)).words == words

@@ -104,7 +104,7 @@ NAME = "single_transformer_blocks.0.proj_mlp.weight"
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({NAME: None}, f"1 tensors of the model are in none of its files, first {NAME}"),
+        ({NAME: None}, f"1 tensor of the model is in none of its files, first {NAME}"),
         ({"other": torch.ones(2)}, "tensor other does not belong to FluxTransformer2DModel"),
         ({NAME: torch.ones(3, 2)}, f"tensor {NAME} is (3, 2), the model's is "),
     ],

@@ -242,6 +242,6 @@ def test_weights_that_lack_tensors_are_refused(dinov2: Path, tmp_path: Path) -> 
     del tensors["layernorm.weight"]
     save_file(tensors, file, {"format": "pt"})
     model = models.resolve("dinov2", str(half), "--dinov2")
-    said = pytest.raises(AccessError, match=r"the weights lack 1 tensors, first layernorm\.weight")
+    said = pytest.raises(AccessError, match=r"the weights lack 1 tensor, first layernorm\.weight")
     with said, models.loaded(model):
         pass

@@ -245,7 +245,7 @@ def test_files_may_hold_more_but_not_less(encoder: Callable[[Any], ModelSource])
     del tensors["encoder.block.1.layer.1.DenseReluDense.wo.weight"]
     save_file(tensors, path)
     with pytest.raises(
-        AccessError, match=r"1 tensors .* first encoder\.block\.1\.layer\.1\.DenseReluDense\.wo"
+        AccessError, match=r"1 tensor .* first encoder\.block\.1\.layer\.1\.DenseReluDense\.wo"
     ):
         load(T5EncoderModel, base, "int8")
 

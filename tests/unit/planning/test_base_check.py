@@ -237,7 +237,7 @@ def test_a_language_model_whose_classes_are_in_no_list_is_told_so(
 SLOW = {
     "a size that its files do not have": (
         edited("transformer/config.json", joint_attention_dim=8),
-        "have another shape than its config says, first context_embedder.weight: 64 x 32, not 64 x 8",
+        "another shape than its config says, first context_embedder.weight: 64 x 32, not 64 x 8",
     ),
     "a class's default in place of a size": (
         edited("transformer/config.json", in_channels="GONE"),
@@ -445,7 +445,7 @@ def test_tensors_that_files_lack_are_not_drawn(tiny_flux1_dev: Path, tmp_path: P
     save_file({name: value for name, value in state.items() if name != lost}, path, {"format": "pt"})
     config = loaded(base).config
     source = resolve_source(config, components(get("flux1_dev")), trained="transformer")
-    with pytest.raises(AccessError, match=r"1 tensors of .* are in none of its files"):
+    with pytest.raises(AccessError, match=r"1 tensor of .* is in none of its files"):
         load_component(classes[component], source, component, device="cpu", dtype=torch.float32)
 
 

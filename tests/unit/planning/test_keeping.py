@@ -111,6 +111,17 @@ def test_a_plan_says_how_often_the_run_sees_its_images(
         assert with_data(found, with_sets(asked, one, unknown)) == found
 
 
+def test_one_of_anything_is_told_in_the_singular(config: Config, geometry: Geometry, tmp_path: Path) -> None:
+    asked = config(train__max_train_steps=1, train__gradient_accumulation_steps=1)
+    one = DataSet(img_dir=pictures(tmp_path / "a", 1), repeats=2)
+    found = plan(asked, machine("h200"), geometry)
+    decision = row(with_data(found, with_sets(asked, one)), "data")
+    assert decision.value == "1 image" and "1 step sees 1 sample: 0.5 epochs of 2" in decision.reason
+    epoch = config(train__num_train_epochs=1.0, train__max_train_steps=1)
+    decision = row(with_data(found, with_sets(epoch, one)), "data")
+    assert "1 epoch of 2 is 1 step" in decision.reason
+
+
 def test_a_data_set_that_was_named_and_is_not_there_is_an_error(tmp_path: Path) -> None:
     require_dataset(None)
     require_dataset(tmp_path)

@@ -174,7 +174,7 @@ def test_what_a_family_takes_passes(family: str, data: dict[str, Any], tmp_path:
     ("validation", "words"),
     [
         ({"prompts": ["one"]}, "edits 1 image at least"),
-        ({"prompts": ["one"], "control_images": ["a.png", "b.png"]}, "2 control images for 1 prompts"),
+        ({"prompts": ["one"], "control_images": ["a.png", "b.png"]}, "2 control images for 1 prompt"),
     ],
 )
 def test_previews_of_edits_need_something_to_edit(

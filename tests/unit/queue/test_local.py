@@ -174,7 +174,7 @@ def test_gpus_that_vanish_start_nothing_on_the_cpu(queue: FakeLocal, machine: Fa
     machine.gone = {A, B}
     assert queue.start_due() == []
     assert [one.note for one in overview(queue)] == [
-        "wants 1 GPUs, and 0 are there",
+        "wants 1 GPU, and 0 are there",
         "waits for GPU-a, which is not there",
     ]
 

@@ -94,10 +94,19 @@ def unused_keys(config: RunConfig) -> frozenset[str]:
 
 
 def _without_effect(context: Context) -> Iterator[Clash]:
+    told_by_plan = OF_IMAGES if _talks(context.config) else frozenset[str]()
     for keys, applies, why, remedy in _UNUSED:
         if applies(context.config):
             for key in filter(context.written, keys):
-                yield {"key": key, "why": why, "remedy": remedy}
+                if key not in told_by_plan:
+                    yield {"key": key, "why": why, "remedy": remedy}
+
+
+def _talks(config: RunConfig) -> bool:
+    """True for sets of conversations alone: a language model has no noise levels, whatever their scheme, and
+    the plan tells of keys about images.
+    """
+    return all(one.has_conversations for one in config.data.sets)
 
 
 def _budgeted(context: Context) -> bool:
@@ -190,7 +199,8 @@ def _low_rate(context: Context) -> Iterator[Clash]:
 
 def _outside_noise_levels(context: Context) -> bool:
     flow, (least, greatest) = context.config.flow, _MODE_SCALES
-    return flow.weighting_scheme == "mode" and not least <= flow.mode_scale <= greatest
+    outside = not least <= flow.mode_scale <= greatest
+    return flow.weighting_scheme == "mode" and outside and not _talks(context.config)
 
 
 def _no_file(context: Context) -> bool:

@@ -96,12 +96,16 @@ def _faults(error: ValidationError) -> dict[KeyPath, str]:
 def _problems(tree: Node, path: KeyPath, kind: str, merged: Sequence[Node]) -> Iterator[Problem]:
     name, source, node = ".".join(path), tree.source_of(path), tree.get(path)
     if kind == "extra_forbidden":
-        yield Problem(what=f"unknown key `{name}`", where=source, remedy=fields.suggest_key(path))
-        # keys of other trainers below an unknown section: each is told what it is here
-        for below, where in leaves(node).items() if node is not None else ():
-            row = elsewhere.key(below.rpartition(".")[2]) if below else None
-            if row is not None:
-                yield Problem(what=f"unknown key `{name}.{below}`", where=where, remedy=row.remedy)
+        remedy, foreign = fields.suggest_key(path), [*_foreign(node)]
+        if foreign and not elsewhere.key(path[-1]) and remedy.startswith("did you mean"):
+            # a section of ours that is misspelt: one mistake
+            inside = (f"Below it, `{key}`: {row.remedy}" for key, _, row in foreign if key != "name")
+            yield Problem(what=f"unknown key `{name}`", where=source, remedy=" ".join((remedy, *inside)))
+            return
+        yield Problem(what=f"unknown key `{name}`", where=source, remedy=remedy)
+        # keys of other trainers below one of their sections: each is told what it is here
+        for below, where, row in foreign:
+            yield Problem(what=f"unknown key `{name}.{below}`", where=where, remedy=row.remedy)
     elif kind == "missing":
         where = source if by_user(source) else tree.source
         yield Problem(what=f"`{name}` is missing", where=where, remedy=_HOW_TO_ADD[path[-1]])
@@ -109,6 +113,14 @@ def _problems(tree: Node, path: KeyPath, kind: str, merged: Sequence[Node]) -> I
         got = "nothing" if node is None else describe(node)
         what = f"`{name}`: expected {fields.expected(path)}, got {got}"
         yield Problem(what=what, where=source, remedy=_remedy(path, node, merged))
+
+
+def _foreign(node: Node | None) -> Iterator[tuple[str, str, elsewhere.Row]]:
+    """Keys of other trainers below an unknown one: name, place, and what it is here."""
+    for below, where in leaves(node).items() if node is not None else ():
+        row = elsewhere.key(below.rpartition(".")[2]) if below else None
+        if row is not None:
+            yield below, where, row
 
 
 def _remedy(path: KeyPath, node: Node | None, merged: Sequence[Node]) -> str:

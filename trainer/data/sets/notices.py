@@ -12,6 +12,7 @@ from trainer.data.leftout import first_lines
 from trainer.data.pictures.images import Measured
 from trainer.data.pictures.variants import names_a_side
 from trainer.data.records import ImageRecord
+from trainer.words.plurals import numbered
 
 _SHOWN = 20
 # the names of folders from which kohya's scripts read repeats
@@ -28,9 +29,11 @@ def tell(records: Sequence[ImageRecord], measured: Mapping[Path, Measured], sets
     if small:
         least = min(small, key=lambda record: (record.width * record.height, record.identifier))
         _log.warning(
-            "%d of %d images are smaller than what they are trained at and are enlarged; the smallest is %s "
-            "with %dx%d. A smaller data.resolution, or larger images, would be sharper.",
-            len(small), len(records), least.path, least.width, least.height,
+            "%d of %d images %s trained at and enlarged; the smallest is %s with %dx%d. A smaller "
+            "data.resolution, or larger images, would be sharper.",
+            len(small), len(records),
+            "is smaller than what it is" if len(small) == 1 else "are smaller than what they are",
+            least.path, least.width, least.height,
         )  # fmt: skip
     first: dict[str, Path] = {}
     pairs = [(record.path, first.setdefault(record.content_sha256, record.path)) for record in records]
@@ -45,13 +48,15 @@ def tell(records: Sequence[ImageRecord], measured: Mapping[Path, Measured], sets
     unapplied = {path: measured[path].unapplied for path in files if measured[path].unapplied}
     if unapplied:
         lines = [f"{path}: {problem}" for path, problem in unapplied.items()]
-        _log.warning("%d images are read as sRGB:\n%s", len(lines), first_lines(lines, _SHOWN))
+        count = numbered(len(lines), "image is", "images are")
+        _log.warning("%s read as sRGB:\n%s", count, first_lines(lines, _SHOWN))
     wrong = [record for record in records if sets[record.set_index].flip and names_a_side(record.caption)]
     if wrong:
         _log.warning(
-            "`flip` is on, and %d captions say left or right, which is wrong of the mirrored image. Leave "
-            "flip out for these, or reword them:\n%s",
-            len(wrong), first_lines([f"{one.path}: {one.caption:.100}" for one in wrong], _SHOWN),
+            "`flip` is on, and %s left or right, which is wrong of the mirrored image. Leave flip out for "
+            "such, or reword:\n%s",
+            numbered(len(wrong), "caption says", "captions say"),
+            first_lines([f"{one.path}: {one.caption:.100}" for one in wrong], _SHOWN),
         )  # fmt: skip
     _tell_numbered_folders(records, sets)
 

@@ -31,6 +31,7 @@ from trainer.modeling.base.source import ModelSource
 from trainer.modeling.base.structure import built_empty
 from trainer.planning.base_check import INDEX, named_class
 from trainer.planning.shapes.run_shapes import CONFIGS, roles
+from trainer.words.plurals import numbered
 
 # raised by the libraries' classes on configs and files that are not theirs
 _REFUSED = (
@@ -97,7 +98,8 @@ def _files(folder: Path, module: torch.nn.Module) -> Iterator[str]:
         first = differing[0]
         is_not = [" x ".join(map(str, held[first])) or "one value" for held in (found, wanted)]
         yield (
-            f"{len(differing)} tensors of its files have another shape than its config says, first {first}:"
+            f"{numbered(len(differing), 'tensor of its files has', 'tensors of its files have')} another"
+            f" shape than its config says, first {first}:"
             f" {', not '.join(is_not)}"
         )
     for file in files:

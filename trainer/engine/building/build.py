@@ -33,6 +33,7 @@ from trainer.modeling.storage.layers import count_quantized, replacer
 from trainer.modeling.storage.staging import Staged
 from trainer.telemetry.progress import progress
 from trainer.telemetry.status import Phase
+from trainer.words.plurals import numbered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ def build(context: Context, varies: Sequence[str] = ()) -> Built:
     assert accelerator.num_processes == context.ranks.size, "accelerate takes the group that is there"
     trainable = {name: value for name, value in module.named_parameters() if value.requires_grad}
     count = sum(parameter.numel() for parameter in trainable.values())
-    context.say(f"training {count:,} parameters in {len(trainable)} tensors")
+    context.say(f"training {count:,} parameters in {numbered(len(trainable), 'tensor')}")
     updater = Updater(trainable, context.config.train, plan.optimizer, context.ranks, rows)
     if context.config.method == "full":
         updater.follow = functools.partial(follow_weights, module)
@@ -193,7 +194,7 @@ def _add_adapter(context: Context, model: Any) -> None:
     )
     if settings.init_from is not None:
         count = start_from(model, settings.init_from)
-        context.say(f"the adapter starts from {settings.init_from}: {count} tensors")
+        context.say(f"the adapter starts from {settings.init_from}: {numbered(count, 'tensor')}")
 
 
 def _recompute(context: Context, model: Model) -> None:

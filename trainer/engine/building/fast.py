@@ -16,6 +16,7 @@ from trainer.families.values import Batch, Draw, Shape
 from trainer.modeling.blocks.compiled import compile_blocks, eager, varying_sizes
 from trainer.modeling.blocks.same_input import same_inputs
 from trainer.modeling.storage.joined_trained import Joined, join_trained
+from trainer.words.plurals import numbered
 
 # a small input: which layers share theirs, and which kernels run, does not depend on its size
 _SIDE, _TOKENS = 256, 64
@@ -120,8 +121,8 @@ def compile_model(context: Context, model: Model, varies: Sequence[str]) -> None
         say=context.say,
     )
     context.say(
-        f"{count} blocks are compiled at the first step (under a minute, seconds where the cache is"
-        f" warm){fused}"
+        f"{numbered(count, 'block is', 'blocks are')} compiled at the first step (under a minute, seconds"
+        f" where the cache is warm){fused}"
     )
 
 

@@ -20,6 +20,7 @@ from trainer.modeling.storage.fp8_trained import (
     refresh_weights,
 )
 from trainer.modeling.storage.joined_trained import products_of
+from trainer.words.plurals import numbered
 
 
 def prove_fp8(context: Context, model: Any) -> str:
@@ -35,8 +36,9 @@ def prove_fp8(context: Context, model: Any) -> str:
         run()
     layers = sum(isinstance(module, RowScaledLinear) and module.fp8_compute for module in model.modules())
     if products.count < layers:
+        wanted = numbered(layers, "layer is", "layers are")
         raise HardwareError(
-            f"{layers} layers are to multiply in FP8, but only {products.count} FP8 products ran",
+            f"{wanted} to multiply in FP8, but only {products.count} FP8 products ran",
             where="features.compute",
             remedy="set features.compute: bf16",
         )

@@ -234,7 +234,12 @@ def _parts(context: Context, kind: EntryKind) -> dict[str, str]:
 def template_key(context: Context) -> str | None:
     """The chat template by its content, where the run names one; None for the tokenizer's own."""
     text = context.source.chat_template
-    return None if text is None else hashlib.sha256(text.encode()).hexdigest()[:16]
+    return None if text is None else text_key(text)
+
+
+def text_key(text: str) -> str:
+    """A chat template's text as `template_key` names it."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def precision(context: Context, kind: EntryKind) -> tuple[torch.dtype, str | None]:

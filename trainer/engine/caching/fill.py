@@ -24,6 +24,7 @@ from trainer.families.conversations import TooLongError
 from trainer.families.values import EntryKind
 from trainer.telemetry.progress import bars
 from trainer.telemetry.status import Phase
+from trainer.words.plurals import numbered
 
 Encode = Callable[[Entry, Pictures], Mapping[str, torch.Tensor]]
 """Loaded encoders of one kind: an entry's tensors on the CPU."""
@@ -66,7 +67,9 @@ def fill_cache(context: Context, entries: Entries, *, verify: bool = False) -> F
             encoded += len(missing)
             _encode_share(context, entries.cache, missing, len(wanted), on_done)
     context.ranks.meet()
-    context.say(f"cache: {len(distinct) - encoded} entries were there, {encoded} encoded")
+    context.say(
+        f"cache: {numbered(len(distinct) - encoded, 'entry was', 'entries were')} there, {encoded} encoded"
+    )
     return FillReport(reused=len(distinct) - encoded, encoded=encoded)
 
 

@@ -23,6 +23,7 @@ from trainer.engine.context import Context
 from trainer.errors import ConfigError, DataError, Problem, one_line
 from trainer.families.values import Shape
 from trainer.telemetry.status import Phase
+from trainer.words.plurals import numbered
 
 _LATENTS = "latents"
 # raised by torch.load on files that it did not write
@@ -74,7 +75,8 @@ def import_entries(context: Context, entries: Entries, folder: Path) -> None:
             else:
                 entries.cache.write(entry.kind, entry.key, tensors)
     taken = frozenset(files.values())
-    said = f"imported {len(taken)} files from {folder}: {2 * len(files) - kept} entries written"
+    written = numbered(2 * len(files) - kept, "entry", "entries")
+    said = f"imported {numbered(len(taken), 'file')} from {folder}: {written} written"
     context.say(f"{said}, {kept} were there before and stay" if kept else said)
     others = sorted(str(path) for path in folder.rglob("*.pt") if path not in taken)
     if others:

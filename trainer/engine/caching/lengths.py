@@ -23,6 +23,7 @@ from trainer.engine.context import Context
 from trainer.errors import DataError, Problem
 from trainer.telemetry.progress import bars
 from trainer.telemetry.status import Phase
+from trainer.words.plurals import numbered
 
 _SHOWN = 50
 _log = logging.getLogger(__name__)
@@ -58,7 +59,8 @@ def fit_lengths(context: Context, samples: Samples) -> Samples:
         ("held out", samples.held_out, held_out),
     ):
         if before and not fitted.records:
-            what = f"none of the {len(before)} conversations that are to be {kind} is left"
+            of = numbered(len(before), "conversation that is", "conversations that are")
+            what = f"none of the {of} to be {kind} is left"
             remedy = f"raise data.max_sequence_length, which is {data.max_sequence_length}"
             rows = [Problem(what=why, where=place) for place, why in fitted.left_out.items()]
             raise DataError([Problem(what=what, where="data.on_long", remedy=remedy), *capped(rows)])

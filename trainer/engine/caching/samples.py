@@ -16,6 +16,7 @@ from trainer.data.sampler import held_out_split
 from trainer.data.sets.scan import held_out_set
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.families.family import Family
+from trainer.words.plurals import numbered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +106,14 @@ def prompt_controls(
     named = [one if isinstance(one, tuple) else (one,) for one in validation.control_images]
     if named and len(named) != len(validation.prompts):
         raise ConfigError(
-            f"{len(named)} control images for {len(validation.prompts)} prompts",
+            f"{numbered(len(named), 'control image')} for {numbered(len(validation.prompts), 'prompt')}",
             where="validation.control_images",
             remedy="name one image, or a list of images, for each of validation.prompts",
         )
     wrong = [paths for paths in named if not least <= len(paths) <= most]
     if wrong or not (named or records):
         raise ConfigError(
-            f"{family.title} edits {least} image{'s' if least > 1 else ''} at least and {most} at most",
+            f"{family.title} edits {numbered(least, 'image')} at least and {most} at most",
             where="validation.control_images",
             remedy="name that many for each of validation.prompts: --set 'validation.control_images=[IMAGE]'",
         )

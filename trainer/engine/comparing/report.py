@@ -17,6 +17,7 @@ from trainer.machine.description import Machine, describe
 from trainer.telemetry import losses, measurement
 from trainer.telemetry.figures import Ratio
 from trainer.telemetry.measurement import Curves, Table
+from trainer.words.plurals import numbered
 from trainer.words.tables import aligned
 
 _FEW_ROUNDS = 4
@@ -78,7 +79,7 @@ def _speed_cells(speed: Speed | None, first: str) -> dict[str, str]:
 
 
 def _learned_cells(learned: Learned | None, first: str, last: int) -> dict[str, str]:
-    names = ("single losses apart, mean", f"last {last} losses, of {first}'s", "learned")
+    names = ("single losses apart, mean", f"last {numbered(last, 'loss', 'losses')}, of {first}'s", "learned")
     if learned is None:
         return dict.fromkeys(names, "")
     if learned.diverged_after is not None:
@@ -94,7 +95,9 @@ def notes(variants: Sequence[Variant], outcome: Outcome, extent: Extent) -> list
     found = []
     if outcome.rounds:
         rounds = f"{len(whole)} of {extent.rounds} rounds"
-        found.append(f"{rounds}, {extent.steps} steps each after {extent.warmup} that are not timed")
+        found.append(
+            f"{rounds}, {numbered(extent.steps, 'step')} each after {extent.warmup} that are not timed"
+        )
     speeds = verdicts.speeds(variants, outcome, extent.warmup)
     unequal = [letter for letter, one in speeds.items() if abs(one.more_work - 1) > 1e-3]
     found += [
@@ -105,11 +108,17 @@ def notes(variants: Sequence[Variant], outcome: Outcome, extent: Extent) -> list
         found.append("MFU is of the bf16 peak, whatever products are in: FP8 may be above 100 %")
     if any(one.faster is not None for one in speeds.values()) and len(whole) < _FEW_ROUNDS:
         found.append(
-            f"{len(whole)} run{'s' if len(whole) > 1 else ''} of each: how far apart two of one variant are"
+            f"{numbered(len(whole), 'run')} of each: how far apart two of one variant are"
             f" is hardly known, {_FEW_ROUNDS} rounds tell"
         )
     if any(one.faster is not None for one in speeds.values()) and extent.steps == 1:
         found.append("one step of each run: intervals know nothing of how steps vary, --steps 2 or more do")
+    longest = max(one.config.train.lr_warmup_steps for one in variants)
+    if extent.learn and longest >= extent.learn:
+        found.append(
+            f"the learning rate rises through all of --learn's {extent.learn} steps: train.lr_warmup_steps is"
+            f" {longest}"
+        )
     capped = [one.power_capped for one in speeds.values() if one.power_capped is not None]
     if capped and max(capped) - min(capped) > _OTHER_SHARE:
         found.append("they are at the power cap for unequal shares: under another limit the ratio is another")
@@ -117,9 +126,20 @@ def notes(variants: Sequence[Variant], outcome: Outcome, extent: Extent) -> list
         found.append("the driver held clocks back in rounds that are marked: their times are of that")
     if outcome.again is not None:
         one = next((one for one in verdicts.learned(outcome).values() if one.band is not None), None)
-        apart = "" if one is None else f": its last {one.last_steps} losses are {one.band:.2%} apart"
+        apart = (
+            ""
+            if one is None
+            else f": its last {numbered(one.last_steps, 'loss is', 'losses are')} {one.band:.2%} apart"
+        )
         found.append(f"another seed of {variants[0].letter} was run{apart}")
     return [*found, *([f"not all runs were made: {outcome.why}"] if outcome.why else [])]
+
+
+def nothing_trained(outcome: Outcome, files: Sequence[Path]) -> str:
+    """The end of a comparison that trained no step, with the `files` that are not written for that."""
+    left = "".join(f", and {file} is not written" for file in files)
+    why = "" if outcome.error is not None or not outcome.why else f"{outcome.why}: "  # an error tells itself
+    return f"{why}no step was trained, so there is nothing to compare{left}"
 
 
 def lines(variants: Sequence[Variant], outcome: Outcome, extent: Extent) -> list[str]:

@@ -24,6 +24,7 @@ from trainer.planning.plan import Plan
 from trainer.telemetry.run_folder.plan import PLAN_FILE
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 from trainer.telemetry.supervising.signals import collected
+from trainer.words.plurals import numbered
 
 _WEIGHTS = ("model", "checkpoints")
 """Folders of a run that hold whole models."""
@@ -207,9 +208,9 @@ def short(run: Run, warmup: int) -> str:
     """One run in a line."""
     times = [1e3 * row["seconds_per_step"] for row in run.rows[warmup:]]
     if run.code != ExitCode.OK or not times:
-        return f"exit code {run.code} after {len(run.rows)} steps"
+        return f"exit code {run.code} after {numbered(len(run.rows), 'step')}"
     loss = f"loss {run.losses[-1]:.4g}" if run.losses else "no finite loss"
-    return f"{statistics.median(times):,.1f} ms/step, {loss} after {len(run.rows)} steps"
+    return f"{statistics.median(times):,.1f} ms/step, {loss} after {numbered(len(run.rows), 'step')}"
 
 
 def compare(

@@ -14,6 +14,7 @@ from trainer.errors import ExitCode
 from trainer.machine import clocks
 from trainer.telemetry import figures, losses
 from trainer.telemetry.figures import Ratio, Times
+from trainer.words.plurals import numbered
 from trainer.words.sizes import GIB
 
 LEAST_APART = 0.01
@@ -73,9 +74,9 @@ class Learned:
     def verdict(self) -> str:
         """The verdict with its figure."""
         if self.diverged_after is not None:
-            return f"diverged after {self.diverged_after} steps"
+            return f"diverged after {numbered(self.diverged_after, 'step')}"
         apart, within = self.last_ratio - 1, f"within {self.tolerance:.1%}"
-        last = f"last {self.last_steps} losses"
+        last = f"last {numbered(self.last_steps, 'loss', 'losses')}"
         if abs(apart) <= self.tolerance:
             return f"learns the same: {last} {apart:+.2%}, {within}"
         kind = "worse" if apart > 0 else "more"

@@ -27,6 +27,7 @@ from trainer.engine.records.resume import Start, put_back
 from trainer.errors import ConfigError
 from trainer.files import atomic
 from trainer.telemetry.status import Phase
+from trainer.words.plurals import numbered
 
 _SEEN_SECONDS = 3.0
 """Longest time until a file that another host made is seen in a folder of a network."""
@@ -120,7 +121,7 @@ def first_other_sample(context: Context, records: Sequence[Record]) -> str:
         for ours, other in itertools.zip_longest(by_host[0], theirs, fillvalue=("nothing", "")):
             if ours == other:
                 continue
-            counts = f"{len(by_host[0])} samples on host 0, {len(theirs)} on host {host}"
+            counts = f"{numbered(len(by_host[0]), 'sample')} on host 0, {len(theirs)} on host {host}"
             if ours[0] == other[0]:
                 return f"{ours[0]} is another file, or has another caption, on host {host} than on host 0"
             return f"{counts}; the first that differs is {ours[0]} on host 0 and {other[0]} on host {host}"

@@ -348,8 +348,7 @@ def require_same_run(
     if refused:
         problems = []
         for change in refused:
-            differs = f"it began with {change.old!r}, this start has {change.new!r}"
-            told = _OTHERWISE.get(change.name, differs)
+            told = _OTHERWISE.get(change.name, change.words)
             keys = REFUSED.get(change.name) or (change.name,)
             problems.append(Problem(what=told, where=keys[0] if len(keys) == 1 else change.name))
         remedy = "set back what is listed, or choose another output_dir to start afresh"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.schema import EarlyStopSection
+from trainer.words.plurals import numbered
 
 LOWER_IS_BETTER = frozenset({"validation_loss", "kid"})
 """Metrics of which a smaller value is the better one; of all others a larger one is."""
@@ -71,7 +72,7 @@ def reason(patience: Patience, settings: EarlyStopSection | None, step: int) -> 
         return ""
     worse = "fell below" if settings.monitor in LOWER_IS_BETTER else "rose above"
     delta = f" by more than {settings.min_delta:g}" if settings.min_delta else ""
-    rounds = f"{patience.rounds} round{'s' if patience.rounds > 1 else ''} of validation"
+    rounds = f"{numbered(patience.rounds, 'round')} of validation"
     best = "a finite value" if patience.best is None else f"{patience.best:.4g} (step {patience.best_step})"
     verb = f"has not had {best}" if patience.best is None else f"never {worse} {best}{delta}"
     return f"early stop at step {step}: {settings.monitor} {verb} in {rounds}"

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from trainer.config.schema import LoraSection
 from trainer.data.records import Record
-from trainer.engine.caching.entries import data_fingerprint, template_key
+from trainer.engine.caching.entries import data_fingerprint, template_key, text_key
 from trainer.engine.context import Context
 from trainer.planning.choose.optimizers import SPLIT, second_beta_and_decay
+from trainer.ways import chat_templates
 
 SAMPLE_ORDER = "drawn by the step"
 """The way samples become steps; up to 0.1.0 they waited for others of equal shape, which made up a step."""
@@ -164,6 +165,18 @@ UNRECORDED: Mapping[str, str] = {
 that were not the usual ones."""
 
 
+_FILES = {"data.chat_template": "a template of a file", "lora.init_from": "an adapter's file"}
+"""Values that are a file by its content, in words."""
+
+
+def _named(name: str, value: str, kind: str) -> str:
+    """A value of `_FILES` for people: a word as it is, a shipped template by its name."""
+    if value in (chat_templates.AUTO, "nothing"):
+        return value
+    shipped = {text_key(str(chat_templates.text_of(one))): one for one in chat_templates.names()}
+    return shipped.get(value, kind) if name == chat_templates.KEY else kind
+
+
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """A value that has changed; `nothing` where one side has none."""
@@ -171,6 +184,16 @@ class Change:
     name: str
     old: str
     new: str
+
+    @property
+    def words(self) -> str:
+        """Both values for people: of files, which are compared by hashes, what kind of file it is."""
+        kind = _FILES.get(self.name)
+        if kind is None:
+            return f"it began with {self.old!r}, this start has {self.new!r}"
+        old, new = (_named(self.name, value, kind) for value in (self.old, self.new))
+        other = f"{kind} with another content" if old == new else new
+        return f"it began with {old}, this start has {other}"
 
     @property
     def succeeds(self) -> bool:

@@ -22,6 +22,7 @@ from trainer.planning.choose import encoding
 from trainer.telemetry.run_folder.results import BEST_FOLDER
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 from trainer.telemetry.status import Phase
+from trainer.words.plurals import numbered
 from trainer.words.sizes import GIB
 
 RUN_FILE = "run.json"
@@ -134,7 +135,8 @@ def _tell_changes(
         else:
             context.say(f"{change.name}: {change.new} from here on, {change.old} before")
     if found and finished:
-        done, more = f"all {snapshot.step} steps are trained already", "raise train.max_train_steps"
+        trained = numbered(snapshot.step, "step is", "steps are")
+        done, more = f"{trained} trained already, which is all", "raise train.max_train_steps"
         if ended_early:
             done, more = ended_early, "raise validation.early_stop.patience, or leave early_stop out,"
         context.say(f"{done}: {more} to train on, or choose another output_dir to train with other settings")

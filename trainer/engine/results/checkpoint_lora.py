@@ -17,6 +17,7 @@ from trainer.errors import DataError
 from trainer.files import atomic
 from trainer.modeling.adapter import lora
 from trainer.telemetry.run_folder.results import LORA_FOLDER
+from trainer.words.plurals import numbered
 
 
 def write_step_lora(context: Context, model: Any, step: int, folder: Path) -> None:
@@ -45,7 +46,8 @@ def _require_same_values(path: Path, state: Mapping[str, torch.Tensor]) -> None:
     written, trained = (Counter(map(_values, one.values())) for one in (load_file(path), state))
     if written != trained:
         count = (trained - written).total()
-        raise DataError(f"{count} tensors read back from disk differ from the trained ones", where=str(path))
+        differ = numbered(count, "tensor read back from disk differs", "tensors read back from disk differ")
+        raise DataError(f"{differ} from the trained ones", where=str(path))
 
 
 def _values(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:

@@ -24,6 +24,7 @@ from trainer.files.weight_files import weight_files
 from trainer.modeling.base.base import component_texts, is_repository, tokenizer_files
 from trainer.modeling.tensor_file import Writable, require_whole, split_shards, take_part, write_files
 from trainer.telemetry.status import Phase
+from trainer.words.plurals import numbered
 
 if TYPE_CHECKING:
     from trainer.engine.optimizing.row_parameters import RowParameters
@@ -150,7 +151,9 @@ def _proved(context: Context, model: Any, folder: Path, rows: RowParameters | No
                 context.status.beat(Phase.SAVE)
                 seen += 1
     if seen != len(state):
-        raise DataError(f"{len(state) - seen} tensors are missing", where=str(folder))
+        raise DataError(
+            f"{numbered(len(state) - seen, 'tensor is', 'tensors are')} missing", where=str(folder)
+        )
     return seen
 
 

@@ -5,9 +5,11 @@ The host holds one shard of the base at a time (10 GB in most repositories) and 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -24,10 +26,14 @@ from trainer.modeling.base.base import tokenizer_files
 from trainer.modeling.base.load import shard_files
 from trainer.modeling.base.source import ModelSource
 from trainer.modeling.tensor_file import write_tensors
+from trainer.telemetry import locks
 from trainer.ways.storages import frozen
+from trainer.words.plurals import numbered
 
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 """Types in which a weight can be changed."""
+_MARK, _MARKED = ".merging", "trainer merge writes this folder; if it is killed, its next call removes it\n"
+"""The file that marks a folder that is being written, and its text."""
 _TEXTS = re.compile(r"(LICEN[CS]E|NOTICE|README)[\w.-]*|model_index\.json", re.IGNORECASE)
 """Files beside the components that belong to the model."""
 
@@ -35,13 +41,17 @@ _TEXTS = re.compile(r"(LICEN[CS]E|NOTICE|README)[\w.-]*|model_index\.json", re.I
 def merge(loaded: Loaded, source: ModelSource, lora: Path, target: Path, say: Callable[[str], None]) -> int:
     """Write `source` with the adapter `lora` in it into the new folder `target`; returns the layers changed.
 
-    Raises ConfigError for a quantised base and for a folder that is there, DataError for an adapter that does
+    A folder beside it that a killed merge was writing is removed, by the mark that it has. Raises ConfigError
+    for a quantised base and for a folder that is there, DataError for an adapter that does
     not fit, NoSpaceError.
     """
     family = families.get(loaded.config.family)
     adapter = read_adapter(lora)
     _require(loaded, family, source, adapter, lora, target)
-    with atomic.whole_folder(target) as temporary:
+    left, _ = atomic.names_beside(target)
+    if left.exists():
+        say(f"{left}: left by a merge that was killed, removed")
+    with atomic.whole_folder(target) as temporary, _marked(temporary):
         with atomic.no_space_told(target):
             _copy_others(family, source, temporary)
             write_chat_files(source, temporary)
@@ -70,8 +80,10 @@ def _require(
         remedy = "name the file without `.comfyui` in its name"
         raise ConfigError("it is laid out for ComfyUI", where=str(lora), remedy=remedy)
     for path in (target, *atomic.names_beside(target)):
-        if os.path.lexists(path):
+        if os.path.lexists(path) and not _is_left(path):
             killed = "" if path == target else "if a merge that was killed left it, remove it; else "
+            if locks.is_held(path / _MARK):
+                killed = "wait for the merge that writes there, or "
             raise ConfigError(
                 f"{path} exists", where="--to", remedy=f"{killed}name a new folder, or move it away"
             )
@@ -79,6 +91,31 @@ def _require(
         # the copy would hold itself
         what = f"{target} is in the base model's folder"
         raise ConfigError(what, where="--to", remedy="name another place")
+
+
+@contextlib.contextmanager
+def _marked(folder: Path) -> Iterator[None]:
+    """Mark a folder as this merge's while it is written: locked, until a kill leaves it unlocked."""
+    mark = folder / _MARK
+    with contextlib.ExitStack() as stack:
+        with atomic.no_space_told(folder):
+            file = stack.enter_context(mark.open("x", encoding="utf-8"))
+            with contextlib.suppress(OSError):  # a file system without locks: what is left there stays
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.write(_MARKED)
+            file.flush()
+        yield
+        mark.unlink()
+
+
+def _is_left(folder: Path) -> bool:
+    """True for a folder that a merge was writing which was killed: it has the mark, which nobody holds."""
+    mark = folder / _MARK
+    if folder.is_symlink() or mark.is_symlink() or not mark.is_file():
+        return False
+    with atomic.reading_told(mark):
+        text = mark.read_text(encoding="utf-8", errors="replace")
+    return text == _MARKED and locks.is_held(mark) is False
 
 
 def _copy_others(family: Family, source: ModelSource, folder: Path) -> None:
@@ -137,7 +174,8 @@ def _merge_shards(
         say(f"{file.name}: {number} of {len(files)}")
     if left:
         raise DataError(
-            f"{len(left)} layers of the adapter are not in the base, first {min(left)}",
+            f"{numbered(len(left), 'layer of the adapter is', 'layers of the adapter are')} not in the base,"
+            f" first {min(left)}",
             where=source.identity,
             remedy="the adapter is of another base model",
         )

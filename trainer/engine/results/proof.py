@@ -19,6 +19,7 @@ from trainer.config.secrets import redacted
 from trainer.engine.caching.batches import synthetic
 from trainer.engine.context import Context
 from trainer.engine.results.chat_files import write_chat_files
+from trainer.engine.results.no_effect import NoEffectError
 from trainer.errors import DataError, DivergedError, Problem
 from trainer.families.family import Family
 from trainer.families.values import Shape
@@ -29,6 +30,7 @@ from trainer.modeling.adapter.comfyui import by_module, write_comfyui
 from trainer.modeling.adapter.peft_config import PEFT_PREFIX, config_beside
 from trainer.modeling.tensor_file import rewrite_sorted
 from trainer.telemetry.run_folder.results import PROOF_SUFFIX
+from trainer.words.plurals import numbered
 
 TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
 """Largest relative difference between the trained model and the one loaded from the file."""
@@ -55,7 +57,8 @@ class Proof:
     def __str__(self) -> str:
         return (
             f"reloaded from disk, outputs equal within {self.reload_error:.1e}; "
-            f"changes the model's output by {100 * self.effect:.3g} %; {self.layers} layers, all finite"
+            f"changes the model's output by {100 * self.effect:.3g} %;"
+            f" {numbered(self.layers, 'layer')}, all finite"
         )
 
 
@@ -99,7 +102,7 @@ def export_lora(context: Context, model: Any, step: int) -> tuple[Path, Path | N
         raise DivergedError("the trained LoRA is not finite", where=str(context.run_dir), remedy=LOWER_RATE)
     if not any(bool(tensor.any()) for name, tensor in state.items() if _grows(name)):
         what = "the trained LoRA is zero: it changes nothing"
-        raise DivergedError(what, where=str(context.run_dir), remedy=TRAIN_MORE)
+        raise NoEffectError(what, where=str(context.run_dir), remedy=TRAIN_MORE)
     folder = context.run_dir / "lora"
     temporary = context.run_dir / "lora.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -200,7 +203,9 @@ def write_twin(context: Context, model: Any, folder: Path, name: str = "") -> Pa
         return None
     nameless = [module for module in by_module(state) if family.comfyui_keys(module) is None]
     if nameless:
-        context.say(f"no file for ComfyUI: it has no name for {len(nameless)} layers, first {nameless[0]}")
+        context.say(
+            f"no file for ComfyUI: it has no name for {numbered(len(nameless), 'layer')}, first {nameless[0]}"
+        )
         return None
     path = folder / f"{name or context.run_dir.resolve().name}.comfyui.safetensors"
     write_comfyui(
@@ -288,13 +293,13 @@ def prove_lora(
 
 
 def require_effect(effect: float, unchanged: str, where: str) -> None:
-    """Raise DivergedError where the model's output is moved to what is no number, or by nothing: that is
-    `unchanged` in words.
+    """Raise DivergedError where the model's output is moved to what is no number, NoEffectError where it is
+    moved by nothing: that is `unchanged` in words.
     """
     if not math.isfinite(effect):
         raise DivergedError("the model's output is not finite", where=where, remedy=LOWER_RATE)
     if effect == 0.0:
-        raise DivergedError(unchanged, where=where, remedy=TRAIN_MORE)
+        raise NoEffectError(unchanged, where=where, remedy=TRAIN_MORE)
 
 
 def load_lora(context: Context, model: Any, path: Path) -> None:

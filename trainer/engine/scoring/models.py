@@ -20,6 +20,7 @@ from trainer.modeling.base import hub
 from trainer.modeling.base.base import CONFIG_FILES, WEIGHT_FILE, read_config
 from trainer.modeling.base.source import fingerprint
 from trainer.modeling.vision import make_torchvision_importable
+from trainer.words.plurals import numbered
 
 Kind = Literal["clip", "dinov2"]
 _TYPES: dict[Kind, tuple[str, ...]] = {"clip": ("clip",), "dinov2": ("dinov2", "dinov2_with_registers")}
@@ -191,7 +192,7 @@ def loaded(model: ScoringModel) -> Iterator[Features]:
         raise AccessError(f"{model.folder}: {what}", where=model.key, remedy=remedy) from error
     if said["missing_keys"]:
         names = sorted(said["missing_keys"])
-        what = f"{model.folder}: the weights lack {len(names)} tensors, first {names[0]}"
+        what = f"{model.folder}: the weights lack {numbered(len(names), 'tensor')}, first {names[0]}"
         raise AccessError(what, where=model.key, remedy="copy or download the model again")
     try:
         yield Features(model=model, network=network.eval(), processor=processor, tokenizer=tokenizer)

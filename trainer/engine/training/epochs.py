@@ -17,6 +17,7 @@ from trainer.data.records import Record
 from trainer.engine.context import Context
 from trainer.engine.training.feed import sampler_of
 from trainer.telemetry.status import Phase
+from trainer.words.plurals import numbered
 
 
 def with_steps(context: Context, records: Sequence[Record]) -> Context:
@@ -31,8 +32,8 @@ def with_steps(context: Context, records: Sequence[Record]) -> Context:
     in_epoch = sum(record.repeats for record in records)
     wanted = max(1, math.ceil(round(epochs * in_epoch, 6)))
     steps = _steps(context, records, wanted)
-    counted = f"{epochs:g} epoch" if epochs == 1 else f"{epochs:g} epochs"
-    length = f"{counted} of {in_epoch} {context.family.sample_kind}s are {steps} steps"
+    verb, samples = "is" if epochs == 1 else "are", numbered(in_epoch, context.family.sample_kind)
+    length = f"{numbered(epochs, 'epoch')} of {samples} {verb} {numbered(steps, 'step')}"
     found: dict[str, Any] = {"train.max_train_steps": steps}
     if warm_up >= steps:
         found["train.lr_warmup_steps"] = steps // 10

@@ -20,6 +20,7 @@ import torch
 
 from trainer.families.losses import LOSS_MASK, LOSS_WEIGHT
 from trainer.families.values import Batch, Draw
+from trainer.words.plurals import numbered
 
 Compute = Callable[[Batch, Draw | None, float | torch.Tensor], torch.Tensor]
 """Loss of a micro-batch (a scalar, detached) from batch, draw and weight (fp32 scalar); its gradients are
@@ -129,7 +130,8 @@ class Graphs:
         return len(self._sizes) > MOST_SIZES
 
     def __str__(self) -> str:
-        return f"{self._most_captured} CUDA graphs of {len(self._seen)} sets of shapes"
+        sets = numbered(len(self._seen), "set of shapes", "sets of shapes")
+        return f"{numbered(self._most_captured, 'CUDA graph')} of {sets}"
 
     def _first(self, key: Any, batch: Batch, draw: Draw | None, weight: torch.Tensor) -> torch.Tensor:
         """The first micro-batch of a kind.

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,17 +72,29 @@ def held_out_entries(context: Context, records: Sequence[Record]) -> HeldOut | N
     )
 
 
+def no_progress(samples: int) -> None:
+    """Tell nobody of samples that are done."""
+
+
 def measure(
-    context: Context, model: Any, held_out: HeldOut, *, step: int, ranks: Ranks = ALONE, saves: bool = False
+    context: Context,
+    model: Any,
+    held_out: HeldOut,
+    *,
+    step: int,
+    ranks: Ranks = ALONE,
+    saves: bool = False,
+    advance: Callable[[int], None] = no_progress,
 ) -> ValidationRecord:
     """Mean loss over all samples and draws, of which each of `ranks` computes a share; equal on all of them.
 
     Before the first step a stop request ends it. Later none does: the row of a step is written once, and
     needs the loss of all samples. `saves`: a file is proved at the end, of a step that may be long past; the
-    heartbeats are those of saving.
+    heartbeats are those of saving. `advance` is told of all ranks' samples as they are done.
     """
-    family, settings, total_steps = context.family, held_out.settings, context.config.train.max_train_steps
-    was_training = model.training
+    family, settings, was_training = context.family, held_out.settings, model.training
+    total_steps = context.config.train.max_train_steps
+    # nothing is drawn for a language model: once is enough
     count, draws = len(held_out.entries.records), 1 if settings is None else _DRAWS
     phase = Phase.SAVE if saves else Phase.TRAIN if step else Phase.FIRST_STEP
     together = context.plan.in_rows  # all pass through the model at the same time
@@ -92,17 +104,10 @@ def measure(
             context.stop.raise_if_requested()
         return load_batch(context, held_out.entries, [(record, False)], pin_memory=False)
 
-    def load_in_turn(record: int) -> Batch:
-        found: list[Batch] = []
-        ranks.agreed(lambda: found.append(load(record)))
-        return found[0]
-
     def own_share() -> _Share:
-        losses, correct = list[torch.Tensor](), list[torch.Tensor]()
-        weights: list[float] = []
+        losses, weights, correct = list[torch.Tensor](), list[float](), list[torch.Tensor]()
         for record in ranks.in_lockstep(count) if together else range(ranks.rank, count, ranks.size):
-            loaded = load_in_turn(record) if together else load(record)
-            # nothing is drawn for a language model: once is enough
+            loaded = _in_turn(load, record, ranks) if together else load(record)
             for number in range(draws):
                 draw = draw_for(family, loaded, settings, [record * _DRAWS + number])
                 batch, draw = to_device(loaded, draw, context.device, context.dtype)
@@ -111,6 +116,7 @@ def measure(
                 losses.append(loss)
                 correct.extend(hits)
             context.status.beat(phase, step=None if saves else step, total=None if saves else total_steps)
+            advance(min(ranks.size, count - record // ranks.size * ranks.size))  # the others do theirs
         return _on_host(losses), weights, _on_host(correct)
 
     model.eval()  # without an adapter's dropout
@@ -120,6 +126,13 @@ def measure(
     perplexity = None if accuracy is None else _exp(loss)
     of_tokens = {"validation_perplexity": perplexity, "validation_token_accuracy": accuracy}
     return ValidationRecord(step=step, validation_loss=loss, validation_data=held_out.data, **of_tokens)
+
+
+def _in_turn(load: Callable[[int], Batch], record: int, ranks: Ranks) -> Batch:
+    """This rank's sample, once all ranks have read theirs. Raises on all of them where one cannot."""
+    found: list[Batch] = []
+    ranks.agreed(lambda: found.append(load(record)))
+    return found[0]
 
 
 _Share = tuple[torch.Tensor, list[float], torch.Tensor]

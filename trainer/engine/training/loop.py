@@ -36,6 +36,7 @@ from trainer.telemetry.control import Order
 from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.sinks.records import ValidationRecord
 from trainer.telemetry.status import Phase
+from trainer.words.plurals import numbered
 
 _SAVED = (StoppedError, OutOfMemoryError, DataError, AccessError)
 """Errors before which the last complete step is saved."""
@@ -65,7 +66,7 @@ def train(run: Run, state: State) -> None:
                 _after_step(run, state, bar)
         if context.plan.compile:
             captured = "" if run.graphs is None else f"{run.graphs}; "
-            context.say(f"{captured}{graphs_compiled()} graphs compiled")
+            context.say(f"{captured}{numbered(graphs_compiled(), 'graph')} compiled")
         _check_finite(run, state)
         together.require_equal(run, state)
         if state.ended_early:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 from trainer.engine.building.fast import uncompiled
 from trainer.engine.records import early_stop
 from trainer.engine.training import held_out, scores, together
 from trainer.engine.training.preview import draw_previews, preview_path, sample
 from trainer.engine.training.state import Run, State, Work
+from trainer.telemetry.progress import progress
 from trainer.telemetry.sinks.records import (
     METRICS_LOG,
     EarlyStopRecord,
@@ -35,7 +36,7 @@ def look_before(run: Run, state: State) -> None:
     draws = step == 0 or (due and not last and not (scored and preview_path(context, step).exists()))
     measures = step == 0 or ((due or last) and not measured)
     context.ranks.from_first((measures, draws))
-    record = validate(run, state) if measures else None
+    record = _measured_at_start(run, state) if measures else None
     if record is not None:
         run.journal.log_validation(record)
         when = f"of step {step}, measured now" if step else "before the first step"
@@ -58,14 +59,29 @@ def follow_before(work: Work, state: State) -> None:
     _stop_early(work, state)
 
 
-def validate(run: Work, state: State) -> ValidationRecord | None:
-    """The held-out loss, measured by all ranks together; None where nothing is held out."""
+def _measured_at_start(run: Run, state: State) -> ValidationRecord | None:
+    """`validate` with a bar of its own: nothing was trained yet that would show that the run is alive."""
+    if run.held_out is None:
+        return None
+    with progress(len(run.held_out.entries.records), "measuring the held-out loss") as bar:
+        return validate(run, state, advance=bar.advance)
+
+
+def validate(
+    run: Work, state: State, *, advance: Callable[[int], None] = held_out.no_progress
+) -> ValidationRecord | None:
+    """The held-out loss, measured by all ranks together; None where nothing is held out.
+
+    `advance` is told of samples that are done.
+    """
     context, model, step = run.context, run.built.model, state.step
     if run.held_out is None:
         return None
     together.require_equal(run, state)
     with beside_training(run):
-        record = held_out.measure(context, model, run.held_out, step=step, ranks=context.ranks)
+        record = held_out.measure(
+            context, model, run.held_out, step=step, ranks=context.ranks, advance=advance
+        )
         if step and context.ranks.first:
             held_out.keep_best(context, model, record)
     settings = context.config.validation.early_stop

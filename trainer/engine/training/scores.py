@@ -18,6 +18,7 @@ from trainer.engine.training.state import Run
 from trainer.errors import DataError
 from trainer.telemetry.sinks.records import ScoreRecord
 from trainer.telemetry.status import Phase
+from trainer.words.plurals import numbered
 
 _MOST_TOLD = 3
 """Copies of a round that are told one by one."""
@@ -119,7 +120,7 @@ def _data(context: Context, scorer: Scorer, prompts: Sequence[Prompt]) -> str:
 
 def _tell(context: Context, found: Scores, step: int) -> None:
     values = "  ".join(f"{name} {value:.4g}" for name, value in found.values.items())
-    context.say(f"metrics of the {found.pictures} previews of step {step}: {values}")
+    context.say(f"metrics of the {numbered(found.pictures, 'preview')} of step {step}: {values}")
     for one in found.copies[:_MOST_TOLD]:
         context.say(
             f"warning: preview {one.picture} is nearly the training picture {one.training}: cosine"
@@ -128,6 +129,5 @@ def _tell(context: Context, found: Scores, step: int) -> None:
     if len(found.copies) > _MOST_TOLD:
         context.say(f"warning: and {len(found.copies) - _MOST_TOLD} more of these previews")
     if found.cut_prompts and step == 0:
-        context.say(
-            f"clip_t reads the beginning of {found.cut_prompts} prompts, which are longer than CLIP reads"
-        )
+        too_long = numbered(found.cut_prompts, "prompt, which is", "prompts, which are")
+        context.say(f"clip_t reads the beginning of {too_long} longer than CLIP reads")

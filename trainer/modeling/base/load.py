@@ -27,6 +27,7 @@ from trainer.modeling.base.structure import Structure, built_empty, tied
 from trainer.modeling.storage.layers import Replace, count_quantized, replacer
 from trainer.modeling.storage.nf4 import Nf4Linear
 from trainer.ways.storages import ENCODERS_KEEP, WAYS
+from trainer.words.plurals import numbered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,9 +326,10 @@ def _from_pretrained(component_class: Any, folder: Path, dtype: torch.dtype) -> 
     # prompts are encoded without the head that a language model answers with, and some copies leave it out
     missing = sorted(name for name in found["missing_keys"] if not name.startswith("lm_head."))
     if missing:
+        kind = component_class.__name__
+        count = numbered(len(missing), f"tensor of {kind} is", f"tensors of {kind} are")
         raise AccessError(
-            f"{len(missing)} tensors of {component_class.__name__} are in none of its files, first"
-            f" {missing[0]}",
+            f"{count} in none of its files, first {missing[0]}",
             where=str(folder),
             remedy=remedy,
         )

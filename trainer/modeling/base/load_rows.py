@@ -15,6 +15,7 @@ from trainer.modeling.base.structure import Structure, tied
 from trainer.modeling.blocks.recompute import Blocks
 from trainer.modeling.rows import Rows
 from trainer.modeling.storage.trained_rows import Root, in_rows, own_rows, parameters, with_room
+from trainer.words.plurals import numbered
 
 _COMPARED_ROWS = 8192
 
@@ -102,8 +103,8 @@ class _Filling:
         """Raise AccessError where a parameter has no values."""
         if self._missing:
             raise AccessError(
-                f"{len(self._missing)} tensors of the model are in none of its files, first"
-                f" {min(self._missing)}",
+                f"{numbered(len(self._missing), 'tensor of the model is', 'tensors of the model are')}"
+                f" in none of its files, first {min(self._missing)}",
                 where=str(self._structure.folder),
                 remedy="the download may be incomplete: run `trainer fetch` again",
             )

@@ -15,6 +15,7 @@ from trainer.errors import AccessError
 from trainer.modeling.storage.block_memory import replace_values, without_values
 from trainer.modeling.storage.nf4 import Nf4Linear
 from trainer.modeling.storage.stored import StoredLinear
+from trainer.words.plurals import numbered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +89,9 @@ class Structure:
             self.module.tie_weights(missing_keys=set(_on_meta(self.module)), recompute_mapping=False)
         missing = [name for name in _on_meta(self.module) if elsewhere.get(name.rpartition(".")[0]) != "meta"]
         if missing:
+            which = numbered(len(missing), "tensor of the model is", "tensors of the model are")
             raise AccessError(
-                f"{len(missing)} tensors of the model are in none of its files, first {missing[0]}",
+                f"{which} in none of its files, first {missing[0]}",
                 where=str(self.folder),
                 remedy="the download may be incomplete: run `trainer fetch` again",
             )

@@ -20,6 +20,7 @@ from trainer.planning.cost.storage import Storage, parameters
 from trainer.planning.plan import Decision, MemoryRow, on_off
 from trainer.planning.shapes.adapters import needs_whole_base
 from trainer.ways.storages import WAYS, find
+from trainer.words.plurals import numbered
 from trainer.words.sizes import gib
 
 _MOST_NAMED = 3
@@ -176,8 +177,8 @@ def _does_not_fit(
         phase, how = "training", f"weights in {storage.way.name}"
         how += f", activation checkpointing {on_off(storage.checkpointing)}"
         how += f" for the first {storage.recomputed}" if storage.recomputed else ""
-        how += f", {storage.swapped} blocks in host memory" if storage.swapped else ""
-        how += f", {storage.sharded} blocks over {storage.group} GPUs" if storage.sharded else ""
+        how += f", {numbered(storage.swapped, 'block')} in host memory" if storage.swapped else ""
+        how += f", {numbered(storage.sharded, 'block')} over {storage.group} GPUs" if storage.sharded else ""
     else:
         phase, reason = "encoding captions and images", no_more[1]
         tiled = ", the VAE in tiles" if storage.tiling else ""

@@ -20,6 +20,7 @@ from trainer.planning.cost import roofline, trained_time
 from trainer.planning.cost.storage import Storage
 from trainer.planning.plan import Decision
 from trainer.ways.storages import VALUE_BYTES
+from trainer.words.plurals import numbered
 from trainer.words.sizes import GIB, gib
 
 KEY = "parallel.gpus"
@@ -186,7 +187,7 @@ def exchange_row(situation: Situation, storage: Storage) -> Decision | None:
         # the probe exchanged as many bytes in two, and as sums of twice as many
         took = f", in about {link.exchange_ms * size / (others * 3 * EXCHANGED_BYTES):.1f} ms"
         source = "auto (measured)"
-    times = f"{rounds} round{'' if rounds == 1 else 's'}"
+    times = numbered(rounds, "round")
     reason = f"each receives slices of gradients in {times}, and their sums once{took}"
     return Decision("exchange", f"{size / 2**20:.0f} MiB a step", source, reason)
 
@@ -195,7 +196,7 @@ def _rows_exchanged(situation: Situation, storage: Storage) -> Decision:
     """The row of what travels of weights in rows."""
     rounds = situation.config.train.gradient_accumulation_steps // situation.ranks
     size = rounds * trained_time.travelling_bytes(storage, situation.geometry)
-    times = f"{rounds} round{'' if rounds == 1 else 's'}"
+    times = numbered(rounds, "round")
     reason = f"each receives weights for both passes of {times}, and sums of its gradients in fp32"
     reason = "; ".join(filter(None, (reason, travel_counted(situation))))
     return Decision("exchange", f"{gib(int(size))} a step", "auto", reason)
@@ -244,7 +245,7 @@ def _larger_step(spread: Spread, alike: int) -> str:
     least = math.lcm(batch, alike)
     larger = -(-size // least) * least
     text = (
-        f"a step has {size} sample{'' if size == 1 else 's'}: train.gradient_accumulation_steps:"
+        f"a step has {numbered(size, 'sample')}: train.gradient_accumulation_steps:"
         f" {larger // batch} makes a step of {larger} on {alike} GPUs"
     )
     return f"{text}, which takes about as long" if larger * count <= size * alike else text

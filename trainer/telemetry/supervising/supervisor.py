@@ -385,7 +385,7 @@ class _Watch:
         if returncode in set(ExitCode):
             return returncode, ""
         if returncode > 0:
-            hint = f"; {oom_kills} processes of its group were OOM-killed meanwhile" if oom_kills > 0 else ""
+            hint = f"; processes of its group OOM-killed meanwhile: {oom_kills}" if oom_kills > 0 else ""
             return returncode, f"unexpected exit code {returncode}{hint}"
         if self._asked is not None and -returncode == self._asked[1]:
             why = "it ended before it could handle the request, so before there was anything to save"

@@ -26,6 +26,7 @@ from trainer.errors import DataError
 from trainer.files import atomic
 from trainer.ui.datasets import edits, worker
 from trainer.ui.datasets.places import Place, require_writable, writing_to
+from trainer.words.plurals import numbered
 from trainer.words.sizes import GIB, gib
 
 MOST_FILE_BYTES = 64 * 1024**2
@@ -122,7 +123,7 @@ class Upload:
             }
             trash = dict.fromkeys(str(within / name) for _, replaced in names.values() for name in replaced)
             if moved:
-                edits.add(self._place, moved, list(trash), f"{len(moved)} files added")
+                edits.add(self._place, moved, list(trash), f"{numbered(len(moved), 'file')} added")
         told = []
         for one in self._told:
             stored, _ = names.get(one.stored, ("", []))

@@ -30,6 +30,7 @@ from trainer.ui.datasets.snapshot import Settings, picture_of
 from trainer.ui.page import render
 from trainer.ui.studio import Studio, UnknownIdError, found_by_id
 from trainer.ui.views import dataset as views
+from trainer.words.plurals import numbered
 
 _IMMUTABLE = {"Cache-Control": "private, max-age=604800, immutable"}
 _MOST_WORKERS, _MOST_ASKED = 2, 16
@@ -250,7 +251,7 @@ def _replace(studio: Studio, request: Request, form: FormData) -> Response | Non
     if view.seen != _text(form, "seen"):
         return render(request, "replace.html", status_code=409, view=view, changed=True)
     texts = {name: (then, etag) for name, (_, then, etag) in view.found.items()}
-    edits.write_captions(view.place, texts, f"{view.find!r} replaced in {len(texts)} captions")
+    edits.write_captions(view.place, texts, f"{view.find!r} replaced in {numbered(len(texts), 'caption')}")
     return None
 
 

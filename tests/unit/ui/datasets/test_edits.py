@@ -231,7 +231,7 @@ def test_a_file_that_came_meanwhile_is_not_replaced(studio: Studio) -> None:
     (staged / "a.png").write_bytes(b"new")
     before = tree(place.folder)
     with pytest.raises(DataError, match="of this name"):
-        edits.add(place, {staged / "a.png": "cats/a.png"}, [], "1 files added")
+        edits.add(place, {staged / "a.png": "cats/a.png"}, [], "1 file added")
     assert tree(place.folder) == before and not edits.last_change(place)
 
 

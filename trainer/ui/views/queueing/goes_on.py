@@ -12,6 +12,7 @@ from trainer.errors import ConfigError, TrainerError
 from trainer.telemetry.run_folder.results import has_result
 from trainer.telemetry.runs import Run, State, is_run, read_run
 from trainer.ui.views.state import signature, state_view
+from trainer.words.plurals import numbered
 
 TICK = "go on with the run in this folder"
 
@@ -84,5 +85,6 @@ def _does(run: Run, loaded: Loaded, steps: int) -> tuple[str, bool]:
     if not newest:
         return f"It has no checkpoint: a start there trains from step 0 to step {steps}{replaced}", False
     if newest == steps:
-        return f"Its {steps} steps are trained: a start there only proves its {result} again{replaced}", False
+        trained = f"Its {numbered(steps, 'step is', 'steps are')} trained"
+        return f"{trained}: a start there only proves its {result} again{replaced}", False
     return f"A start there goes on with it from step {newest} to step {steps}{replaced}", False

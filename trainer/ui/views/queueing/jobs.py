@@ -35,6 +35,7 @@ from trainer.ui.views.queueing.lanes import Lane, lanes
 from trainer.ui.views.queueing.more import more_of
 from trainer.ui.views.runs import run_folder
 from trainer.ui.views.state import KINDS, StateView
+from trainer.words.plurals import numbered
 
 STEPS = "train.max_train_steps"
 _MOST_DIGITS = 7
@@ -105,7 +106,8 @@ class Section:
     def words(self) -> str:
         """The number of its jobs in each state: `3 jobs: 1 running, 2 waiting`."""
         states = Counter(self.states)
-        return f"{len(self.states)} jobs: {', '.join(f'{count} {word}' for word, count in states.items())}"
+        each = ", ".join(f"{count} {word}" for word, count in states.items())
+        return f"{numbered(len(self.states), 'job')}: {each}"
 
 
 @dataclass(frozen=True, kw_only=True)
