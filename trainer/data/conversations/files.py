@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.data.caption_text import TextError, decode_text, parse_json
 from trainer.data.conversations.formats import LAYOUTS, OPENAI, Layout
+from trainer.data.conversations.tables import table_rows
 from trainer.errors import ConfigError, DataError
 from trainer.words import extras
 
@@ -116,7 +117,7 @@ def _read_parquet(file: Path, layouts: Sequence[Layout]) -> list[Row]:
         there: Sequence[str] = parquet.read_schema(file).names
         columns = [name for name in read if name in there]
         # the other columns may be vectors or pictures, of many times the size
-        listed: Sequence[object] = parquet.read_table(file, columns=columns).to_pylist() if columns else []
+        listed = table_rows(parquet.read_table(file, columns=columns)) if columns else []
     except FileNotFoundError as error:
         raise _unreadable(file, error) from error
     except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's own errors are kinds of these
