@@ -16,6 +16,7 @@ from safetensors import safe_open
 from trainer import families
 from trainer.config.reading.load import Loaded
 from trainer.engine.results.chat_files import write_chat_files
+from trainer.engine.results.proof import check_file
 from trainer.errors import ConfigError, DataError
 from trainer.families.family import Family
 from trainer.files import atomic
@@ -36,11 +37,12 @@ def merge(loaded: Loaded, source: ModelSource, lora: Path, target: Path, say: Ca
     """Write `source` with the adapter `lora` in it into the new folder `target`; returns the layers changed.
 
     Raises ConfigError for a quantised base and for a folder that is there, DataError for an adapter that does
-    not fit, NoSpaceError.
+    not fit, is not finite or zero, NoSpaceError.
     """
     family = families.get(loaded.config.family)
     adapter = read_adapter(lora)
     _require(loaded, family, source, adapter, lora, target)
+    check_file(lora)
     with atomic.whole_folder(target) as temporary:
         with atomic.no_space_told(target):
             _copy_others(family, source, temporary)
