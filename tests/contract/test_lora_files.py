@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -336,11 +337,14 @@ def test_a_file_that_was_cut_off_says_what_to_do(tmp_path: Path) -> None:
     ("names", "metadata", "words"),
     [
         (("x.lora_down.weight", "x.lora_up.weight"), {}, "laid out as other trainers do"),
-        (
-            ("transformer.x.lora_A.weight", "transformer.x.lora_B.weight"),
-            {"lora_adapter_metadata": '{"transformer.r": 2, "transformer.lora_alpha": 2, '
-             '"transformer.alpha_pattern": {"(": 2}}'},
-            "'\\(' among its patterns, which is no regular expression",
+        *(
+            (
+                ("transformer.x.lora_A.weight", "transformer.x.lora_B.weight"),
+                {"lora_adapter_metadata": '{"transformer.r": 2, "transformer.lora_alpha": 2, '
+                 f'"transformer.alpha_pattern": {{"{pattern}": 2}}}}'},
+                f"'{re.escape(pattern)}' among its patterns, which is no regular expression",
+            )
+            for pattern in ("(", "(?i)to_q")
         ),
     ],
 )  # fmt: skip

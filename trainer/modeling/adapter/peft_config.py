@@ -70,7 +70,7 @@ def require_rank_and_alpha(config: Mapping[str, Any], path: Path) -> None:
         raise DataError(what, where=str(path), remedy=_REMEDY)
     for name in (*ranks, *alphas):
         try:
-            re.compile(name)
+            re.compile(rf"(.*\.)?({name})")  # as peft puts it together
         except re.error as error:
             what = f"PEFT's configuration has {name!r} among its patterns, which is no regular expression"
             raise DataError(f"{what} ({error})", where=str(path), remedy=_REMEDY) from error
