@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.contract.conftest import Finished
@@ -244,3 +247,44 @@ def test_a_pattern_that_no_layer_has_is_told(workshop: Workshop, tmp_path: Path)
     with pytest.raises(ConfigError, match=told) as caught:
         workshop.job(SMALLEST, tmp_path, *wrong)
     assert "attn.to_q" in str(caught.value)
+
+
+def test_what_nothing_can_be_learned_from_is_told_before_anything_is_encoded(
+    finished: Callable[[Case], Finished], workshop: Workshop, tmp_path: Path
+) -> None:
+    path = lora_file(finished(SMALLEST))
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors, name = load_file(path), next(iter(load_file(path)))
+    pattern = json.loads(metadata["lora_adapter_metadata"]) | {"transformer.alpha_pattern": {"(": 3}}
+    damages = {
+        "is not finite": ({**tensors, name: tensors[name] * float("nan")}, metadata),
+        "every tensor is zero": ({one: value * 0 for one, value in tensors.items()}, metadata),
+        "is of int32, which no adapter is": ({one: value.int() for one, value in tensors.items()}, metadata),
+        "no regular expression": (tensors, {**metadata, "lora_adapter_metadata": json.dumps(pattern)}),
+        "is not this run's adapter": (
+            {**tensors, "transformer.x.lora_magnitude_vector": tensors[name].clone()},
+            metadata,
+        ),
+    }
+    for words, (damaged, said) in damages.items():
+        save_file(damaged, other := tmp_path / "other.safetensors", said)
+        cache = tmp_path / "cache"
+        job = workshop.job(SMALLEST, tmp_path, f"lora.init_from={other}", cache=cache)
+        with pytest.raises(ConfigError, match=words) as caught:
+            job.train()
+        assert caught.value.problems[0].remedy
+        assert not cache.exists() and not (job.folder / "run.json").exists(), words
+
+
+def test_a_start_from_the_adapter_of_another_base_is_told(
+    finished: Callable[[Case], Finished], workshop: Workshop, tmp_path: Path
+) -> None:
+    path = lora_file(finished(SMALLEST))
+    base = tmp_path / "another-base"
+    shutil.copytree(workshop.base(SMALLEST.family), base)
+    named = f"model.pretrained_model_name_or_path={base}"
+    job = workshop.job(SMALLEST, tmp_path, f"lora.init_from={path}", named)
+    build(job.context)
+    (told,) = (line for line in job.said if line.startswith("the adapter starts from "))
+    assert told.endswith(f" tensors, trained on {workshop.base(SMALLEST.family).name}, not on another-base")

@@ -185,7 +185,14 @@ def test_damaged_files_say_so(workshop: Workshop, tmp_path: Path) -> None:
     half = {name: value for name, value in tensors.items() if name != min(tensors)}
     without = {key: value for key, value in config.items() if not key.endswith("lora_alpha")}
     path = tmp_path / "damaged.safetensors"
+    last = max(tensors)
     cases = [
+        ({**tensors, last: tensors[last] * float("inf")}, config, "is not finite"),
+        (
+            tensors,
+            {**config, "transformer.rank_pattern": {"(": 2}},
+            "no reg",
+        ),
         (half, config, "has only one of lora_A and lora_B"),
         (tensors, without, "not both rank and alpha"),
         (tensors, {}, "not both rank and alpha"),
@@ -338,6 +345,10 @@ def test_merging_is_refused_where_it_would_lose_something(
     config.write_text(json.dumps({**values, "quantization_config": {"quant_method": "bitsandbytes"}}))
     other = tmp_path / "other.safetensors"
     renamed(done.file, other, lambda name: name.replace("blocks.0", "blocks.77"), read_metadata(done.file))
+    wild, last = load_file(done.file), max(load_file(done.file))
+    save_file(
+        {**wild, last: wild[last] * float("nan")}, tmp_path / "nan.safetensors", read_metadata(done.file)
+    )
     (tmp_path / "there").mkdir()
     # somebody's own folders, which the merge would have taken for its remains and removed
     for name in ("mine.tmp", ".ours.old"):
@@ -355,6 +366,7 @@ def test_merging_is_refused_where_it_would_lose_something(
         ),
         (("--lora", str(done.comfyui)), 78, "it is laid out for ComfyUI"),
         (("--lora", str(other)), 65, "layers of the adapter are not in the base"),
+        (("--lora", str(tmp_path / "nan.safetensors")), 65, "is not finite\n    -> name the file of another"),
         (("--to", str(tmp_path / "there")), 78, "there exists"),
         (("--to", str(tmp_path / "mine")), 78, "mine.tmp exists"),
         (("--to", str(tmp_path / "ours")), 78, ".ours.old exists"),

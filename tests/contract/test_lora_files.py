@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -330,6 +331,39 @@ def test_a_file_that_was_cut_off_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read as safetensors") as caught:
         proof.check_file(path)
     assert caught.value.problems[0].remedy.startswith("copy or download it again")
+
+
+@pytest.mark.parametrize(
+    ("names", "metadata", "words"),
+    [
+        (("x.lora_down.weight", "x.lora_up.weight"), {}, "laid out as other trainers do"),
+        *(
+            (
+                ("transformer.x.lora_A.weight", "transformer.x.lora_B.weight"),
+                {"lora_adapter_metadata": '{"transformer.r": 2, "transformer.lora_alpha": 2, '
+                 f'"transformer.alpha_pattern": {{"{pattern}": 2}}}}'},
+                f"'{re.escape(pattern)}' among its patterns, which is no regular expression",
+            )
+            for pattern in ("(", "(?i)to_q")
+        ),
+    ],
+)  # fmt: skip
+def test_a_file_that_no_loader_takes_is_told_before_one_is_asked(
+    names: tuple[str, ...], metadata: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({name: torch.ones(2, 2) for name in names}, path, metadata)
+    with pytest.raises(DataError, match=words) as caught:
+        proof.check_file(path)
+    assert caught.value.problems[0].remedy
+
+
+def test_what_is_not_finite_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({f"x.lora_{part}.weight": torch.full((2, 2), torch.inf) for part in "AB"}, path)
+    with pytest.raises(DataError, match="is not finite") as caught:
+        proof.check_file(path)
+    assert [bool(one.remedy) for one in caught.value.problems] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -270,7 +269,7 @@ def test_a_run_is_told_to_weights_and_biases(
 ) -> None:
     """Losses and pictures by step, and the end of it also where the run ends in an error."""
     fake = Fake()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    fake.install(monkeypatch)
     job = workshop.job(
         SMALLEST,
         tmp_path,

@@ -25,6 +25,7 @@ from trainer.machine.facts import Facts
 from trainer.planning import planning
 from trainer.planning.plan import Plan
 from trainer.telemetry.locks import is_held
+from trainer.telemetry.sinks import tracker
 from trainer.telemetry.status import BUDGET_SECONDS, Phase
 from trainer.telemetry.supervising import record_end, runtime_folder, server, supervisor, webhook
 from trainer.telemetry.supervising.jobfolder import job_folder, named_folder
@@ -57,6 +58,8 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
     shares, hosts = job.mode in _SHARED_MODES, loaded.hosts
     writes = job.mode == "train" and hosts.number == 0  # the run's folder is that of host 0
     receiver = webhook.configured() if writes else None
+    if writes and loaded.config.train.report_to == "wandb":
+        tracker.require_settings()
 
     problems: list[Problem] = []
 
@@ -229,12 +232,14 @@ def require_startable(loaded: Loaded, *, port: int | None = None, writes_run: bo
     """Raise ConfigError before kernels are measured, where the start after it could not succeed.
 
     Another run has the port or the runtime folder, or with `writes_run` the output folder cannot be written
-    or the webhook's file is not one.
+    or the file of the webhook or of wandb's key is not one.
     """
     runtime_folder.require_free(environment.make_runtime_dir())
     server.require_free(port, environment.metrics_address())
     if writes_run:
         webhook.configured()
+        if loaded.config.train.report_to == "wandb":
+            tracker.require_settings()
         require_writable_folder(loaded.config.output_dir, loaded.sources["output_dir"])
 
 

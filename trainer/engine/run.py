@@ -16,7 +16,7 @@ import torch
 from trainer.config.secrets import redacted
 from trainer.config.writing.dump import dump
 from trainer.data.leftout import write_left_out
-from trainer.engine.building.build import Built, build, load_base
+from trainer.engine.building.build import Built, build, load_base, require_start
 from trainer.engine.building.fast import uncompiled
 from trainer.engine.caching.entries import Entries, data_fingerprint, list_entries
 from trainer.engine.caching.fill import fill_cache, tell_cut_captions
@@ -122,6 +122,7 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     context = folders.found(context)
     samples = fit_lengths(context, samples)
     _require_one_set(context, samples)
+    require_start(context)
     context = with_steps(context, samples.training)
     start = _start(context, samples)
     context = start.context

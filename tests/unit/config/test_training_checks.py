@@ -51,7 +51,10 @@ def loaded(folder: Path, *overrides: str) -> Loaded:
         (["lora.rank_pattern={'to_q[': 2}"], ("'to_q[' is no regular expression", "by a backslash")),
         (["lora.alpha_pattern={'(?i)to_q': 2}"], ("`lora.alpha_pattern`: '(?i)to_q' is no", "backslash")),
         (["lora.alpha_pattern=8"], ("expected a mapping of layers to numbers", 'got "8"')),
-        (["lora.init_from=nowhere.safetensors"], ("nowhere.safetensors is no file", "earlier run")),
+        (
+            ["lora.init_from=nowhere.safetensors"],
+            ("nowhere.safetensors is no file", "needs the one it began from"),
+        ),
         (["train.ema_decay=1"], ("`train.ema_decay`", "above 0 and below 1 or null")),
         (["lora.use_dora=true"], ("unknown key `lora.use_dora`", "did you mean `lora.type`?")),
     ],

@@ -89,3 +89,42 @@ def test_an_empty_table(tmp_path: Path) -> None:
     )
     (problem,) = told({"chat_file": path})
     assert problem.what == "the file holds no conversation"
+
+
+TIMES = {
+    "nanoseconds": pa.timestamp("ns"),
+    "a year beyond 9999": pa.timestamp("us"),
+    "a zone that is nowhere": pa.timestamp("us", tz="Mars/Phobos"),
+    "a duration": pa.duration("s"),
+}
+
+
+@pytest.mark.parametrize("kind", TIMES)
+@pytest.mark.parametrize("listed", [pa.list_, pa.large_list, lambda item: pa.list_(item, 2)])
+def test_times_beside_the_words_are_passed_over(tmp_path: Path, kind: str, listed: Any) -> None:
+    fields = [("from", pa.null()), ("role", pa.string()), ("content", pa.string())]
+    plain, timed = (listed(pa.struct([*fields, ("at", one)])) for one in (pa.int64(), TIMES[kind]))
+    day_ms = 24 * 3600 * 1000
+    messages = [[{**ASKED, "at": day_ms * 2**35 + (kind == "nanoseconds")}, {**ANSWERED, "at": None}]]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"messages": pa.array(messages, plain).cast(timed)}), path)
+    assert conversations({"chat_file": path}) == [[ASKED, ANSWERED]]
+
+
+def test_a_date_is_no_question(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    days = pa.array([1, 2**31 - 1], pa.int32()).cast(pa.date32())
+    parquet.write_table(pa.table({"instruction": days, "output": ["a", "b"]}), path)
+    problems = told({"chat_file": path})
+    assert [one.where for one in problems] == [f"{path}:1", f"{path}:2"]
+    assert {one.what for one in problems} == {"`instruction` is not a text"}
+
+
+def test_a_text_that_is_no_utf8_is_told_by_its_row(tmp_path: Path) -> None:
+    begins, words = pa.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pa.py_buffer(b"Hi\xffi")
+    asked = pa.Array.from_buffers(pa.string(), 2, [None, begins, words])
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"instruction": asked, "output": ["Hello!", "b"]}), path)
+    (problem,) = told({"chat_file": path})
+    assert (problem.where, problem.what) == (f"{path}:2", "the text is not UTF-8 (byte 0)")
+    assert problem.remedy == "save it as UTF-8"

@@ -11,7 +11,7 @@ import pytest
 
 from trainer.errors import ConfigError, ExitCode
 from trainer.telemetry.sinks.records import StepRecord, ValidationRecord
-from trainer.telemetry.sinks.tracker import Tracker
+from trainer.telemetry.sinks.tracker import Tracker, require_settings
 
 RECORD = StepRecord(
     step=3, loss=1.5, learning_rate=1e-4, grad_norm=0.5, seconds_per_step=2.0, samples_per_second=0.5
@@ -27,6 +27,18 @@ class Fake:
         self.logged: list[tuple[dict[str, Any], int]] = []
         self.codes: list[int] = []
         self.refuses = False
+        self.breaks: Exception | None = None
+        self.ended = 0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Be what `wandb` and its module of connections are."""
+        mailbox = SimpleNamespace(MailboxClosedError=EOFError, HandleAbandonedError=LookupError)
+        monkeypatch.setitem(sys.modules, "wandb", self)
+        monkeypatch.setitem(sys.modules, "wandb.sdk.mailbox", mailbox)
+
+    def teardown(self) -> None:
+        self.ended += 1
+        raise ConnectionResetError("Connection lost")
 
     def Settings(self, **settings: Any) -> dict[str, Any]:
         return settings
@@ -41,6 +53,8 @@ class Fake:
         return SimpleNamespace(log=self._log, finish=self._finish)
 
     def _log(self, values: dict[str, Any], *, step: int) -> None:
+        if self.breaks is not None:
+            raise self.breaks
         self.logged.append((values, step))
 
     def _finish(self, *, exit_code: int) -> None:
@@ -50,15 +64,15 @@ class Fake:
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> Fake:
     fake = Fake()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    fake.install(monkeypatch)
     for name in ("WANDB_API_KEY", "WANDB_API_KEY_FILE", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     return fake
 
 
 def test_a_resumed_run_goes_on_under_the_same_id(wandb: Fake, tmp_path: Path) -> None:
-    Tracker(tmp_path, "mine", {"family": "x"}).close(finished=False)
-    Tracker(tmp_path, "mine", {"family": "x"}).close(finished=True)
+    Tracker(tmp_path, "mine", {"family": "x"}, print).close(finished=False)
+    Tracker(tmp_path, "mine", {"family": "x"}, print).close(finished=True)
     first, second = wandb.started
     assert first["id"] == second["id"] == (tmp_path / "wandb.id").read_text()
     assert first["resume"] == "allow"
@@ -67,7 +81,7 @@ def test_a_resumed_run_goes_on_under_the_same_id(wandb: Fake, tmp_path: Path) ->
 
 
 def test_values_and_pictures_are_sent_with_their_step(wandb: Fake, tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path, "mine", {})
+    tracker = Tracker(tmp_path, "mine", {}, print)
     tracker.record(ValidationRecord(step=0, validation_loss=2.0, validation_data="hash"))
     tracker.record(RECORD)
     tracker.image("previews", tmp_path / "a.png", step=3)
@@ -86,7 +100,7 @@ def test_nothing_of_the_machine_is_sent_and_the_key_comes_from_its_file(
     key.write_text("secret\n")
     monkeypatch.setenv("WANDB_API_KEY_FILE", str(key))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    Tracker(tmp_path, "mine", {})
+    Tracker(tmp_path, "mine", {}, print)
     started = wandb.started[0]
     settings = started["settings"]
     assert started["mode"] == "offline"
@@ -94,7 +108,7 @@ def test_nothing_of_the_machine_is_sent_and_the_key_comes_from_its_file(
     assert settings["x_disable_meta"] and settings["x_disable_stats"] and settings["disable_code"]
     assert settings["console"] == "off" and settings["disable_git"]
     monkeypatch.setenv("WANDB_API_KEY", "other")
-    Tracker(tmp_path, "mine", {})
+    Tracker(tmp_path, "mine", {}, print)
     assert wandb.started[1]["settings"]["api_key"] == "other"
 
 
@@ -103,9 +117,50 @@ def test_a_refusal_and_a_key_that_cannot_be_read_are_bad_configuration(
 ) -> None:
     wandb.refuses = True
     with pytest.raises(ConfigError, match=r"train\.report_to: wandb cannot start \(no key\)") as caught:
-        Tracker(tmp_path, "mine", {})
+        Tracker(tmp_path, "mine", {}, print)
     assert caught.value.exit_code is ExitCode.BAD_CONFIG
     assert "WANDB_MODE=offline" in str(caught.value)
     monkeypatch.setenv("WANDB_API_KEY_FILE", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="WANDB_API_KEY_FILE"):
-        Tracker(tmp_path, "mine", {})
+        Tracker(tmp_path, "mine", {}, print)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionResetError("Connection lost"),
+        EOFError("closed"),
+        RuntimeError("refused"),
+        LookupError("code 3"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_tracker_that_is_lost_on_the_way_is_told_once_and_ends_nothing(
+    wandb: Fake, tmp_path: Path, error: Exception
+) -> None:
+    """Its process was killed, say; its hook at the end of ours is taken away."""
+    said: list[str] = []
+    tracker = Tracker(tmp_path, "mine", {}, said.append)
+    tracker.record(RECORD)
+    wandb.breaks = error
+    tracker.record(RECORD)
+    tracker.image("previews", tmp_path / "a.png", step=3)
+    tracker.close(finished=True)
+    (line,) = said
+    assert line.startswith(
+        f"warning: Weights & Biases is sent nothing more ({type(error).__name__}: {error})"
+    )
+    assert (len(wandb.logged), wandb.codes, wandb.ended) == (1, [], 1)
+
+
+def test_a_mode_and_a_key_that_are_none_are_told_before_anything_is_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offlin")
+    with pytest.raises(ConfigError, match=r"WANDB_MODE: 'offlin' is no mode of wandb\n.*offline"):
+        require_settings()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "key").write_bytes(b"\xff\xfe")
+    monkeypatch.setenv("WANDB_API_KEY_FILE", str(tmp_path / "key"))
+    with pytest.raises(ConfigError, match=r"key cannot be read: it is no text\n.*holds the key alone"):
+        require_settings()

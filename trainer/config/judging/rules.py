@@ -309,5 +309,6 @@ RULES: tuple[Rule[Context], ...] = (
          f"a number of at least {_MODE_SCALES[0]:g} and at most {_MODE_SCALES[1]:g}, such as 1.29",
          at=("flow.mode_scale",)),
     Rule(("lora.init_from", "method"), _no_file, "`lora.init_from`: {lora.init_from} is no file",
-         "name a .safetensors file of an earlier run", at=("lora.init_from",)),
+         "name a .safetensors file of an earlier run; a run that goes on needs the one it began from,"
+         " under any name", at=("lora.init_from",)),
 )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.data.caption_text import TextError, decode_text, object_of_pairs, parse_json
 from trainer.data.conversations.formats import FEEDBACK, LAYOUTS, OPENAI, Layout
+from trainer.data.conversations.tables import table_rows
 from trainer.errors import ConfigError, DataError
 from trainer.words import extras
 
@@ -119,7 +120,7 @@ def _read_parquet(file: Path, layout: Layout | None) -> list[Row]:
         columns = [name for name in read if name in there]
         columns += [name for name in FEEDBACK if columns and layout is None and name in there]
         # the other columns may be vectors or pictures, of many times the size
-        listed: Sequence[object] = parquet.read_table(file, columns=columns).to_pylist() if columns else []
+        listed = table_rows(parquet.read_table(file, columns=columns)) if columns else []
     except FileNotFoundError as error:
         raise _unreadable(file, error) from error
     except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's own errors are kinds of these

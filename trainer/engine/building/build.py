@@ -21,12 +21,14 @@ from trainer.engine.building.model import Model
 from trainer.engine.building.staged import absent, devices, file_readers, with_staged_blocks
 from trainer.engine.context import Context
 from trainer.engine.optimizing.updater import Updater
+from trainer.files.safetensors import read_header
 from trainer.modeling.adapter import lora
-from trainer.modeling.adapter.start_from import start_from
+from trainer.modeling.adapter.start_from import saved_start, start_from
 from trainer.modeling.adapter.targets import target_pattern
 from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.attention.text_lengths import TextReader
 from trainer.modeling.base.load import build_structure, fill_structure
+from trainer.modeling.base.structure import built_empty
 from trainer.modeling.blocks.recompute import has_dropout, recompute_blocks, repeated_blocks
 from trainer.modeling.storage.joined_trained import follow_weights
 from trainer.modeling.storage.layers import count_quantized, replacer
@@ -177,8 +179,31 @@ def _streamed(context: Context) -> Model:
     return Model(module=filled, blocks=blocks)
 
 
+def require_start(context: Context) -> None:
+    """Raise ConfigError where the file of `lora.init_from` is not this run's adapter: `build` would say it
+    too, after everything is encoded. No weight of the base is read.
+    """
+    path = context.config.lora.init_from
+    if path is not None:
+        family, source = context.family, context.source
+        folder = source.component(family.trained_component)
+        model = built_empty(family.model_class(source), folder, context.dtype)
+        _add_fresh_adapter(context, model, "cpu")
+        saved_start(model, path)
+
+
 def _add_adapter(context: Context, model: Any) -> None:
     """Add the seeded adapter, with the values of `lora.init_from` where that is given."""
+    settings = context.config.lora
+    _add_fresh_adapter(context, model, context.device)
+    if settings.init_from is not None:
+        count = start_from(model, settings.init_from)
+        theirs, ours = read_header(settings.init_from).metadata.get("base_model"), context.source.identity
+        other = f", trained on {theirs}, not on {ours}" if theirs not in (None, ours) else ""
+        context.say(f"the adapter starts from {settings.init_from}: {numbered(count, 'tensor')}{other}")
+
+
+def _add_fresh_adapter(context: Context, model: Any, device: str) -> None:
     settings = context.config.lora
     lora.add_lora(
         model,
@@ -186,15 +211,12 @@ def _add_adapter(context: Context, model: Any) -> None:
         alpha=settings.alpha,
         pattern=target_pattern(settings, context.family.lora_targets, lora.linear_names(model)),
         seed=context.config.train.seed,
-        device=context.device,
+        device=device,
         kind=settings.type,
         dropout=settings.dropout,
         rank_pattern=settings.rank_pattern,
         alpha_pattern=settings.alpha_pattern,
     )
-    if settings.init_from is not None:
-        count = start_from(model, settings.init_from)
-        context.say(f"the adapter starts from {settings.init_from}: {numbered(count, 'tensor')}")
 
 
 def _recompute(context: Context, model: Model) -> None:

@@ -168,4 +168,4 @@ def start_tracker(context: Context) -> Tracker | None:
     shown = {"family": config.family, "method": config.method}
     shown |= {row.feature: row.value for row in context.plan.decisions}
     shown = {name: redacted(value) for name, value in shown.items()}
-    return Tracker(context.run_dir, config.train.tracker_project_name, shown)
+    return Tracker(context.run_dir, config.train.tracker_project_name, shown, context.say)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trainer import families
-from trainer.engine.results.proof import save_adapter
+from trainer.engine.results.proof import check_file, save_adapter
 from trainer.errors import ConfigError
 from trainer.families.family import Family
 from trainer.files import atomic
@@ -25,11 +25,12 @@ def export(path: Path, form: str, target: Path | None, family_name: str | None) 
     """Write `path` as `form`, into `target` or beside it; returns the new file.
 
     `family_name` is for files that do not say it. Raises ConfigError for what cannot be converted, DataError
-    for a file that is no LoRA, NoSpaceError.
+    for a file that is no LoRA, is not finite or zero, NoSpaceError.
     """
     adapter = read_adapter(path)
     if adapter.layout == form:
         raise ConfigError(f"it is laid out for {form} already", where=str(path), remedy="use it as it is")
+    check_file(path)
     family = _family(adapter, path, family_name)
     if family.comfyui is None:
         what = f"ComfyUI takes no LoRAs of {family.title}"

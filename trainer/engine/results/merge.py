@@ -18,6 +18,7 @@ from safetensors import safe_open
 from trainer import families
 from trainer.config.reading.load import Loaded
 from trainer.engine.results.chat_files import write_chat_files
+from trainer.engine.results.proof import check_file
 from trainer.errors import ConfigError, DataError
 from trainer.families.family import Family
 from trainer.files import atomic
@@ -42,12 +43,13 @@ def merge(loaded: Loaded, source: ModelSource, lora: Path, target: Path, say: Ca
     """Write `source` with the adapter `lora` in it into the new folder `target`; returns the layers changed.
 
     A folder beside it that a killed merge was writing is removed, by the mark that it has. Raises ConfigError
-    for a quantised base and for a folder that is there, DataError for an adapter that does
-    not fit, NoSpaceError.
+    for a quantised base and for a folder that is there, DataError for an adapter that does not fit, is not
+    finite or zero, NoSpaceError.
     """
     family = families.get(loaded.config.family)
     adapter = read_adapter(lora)
     _require(loaded, family, source, adapter, lora, target)
+    check_file(lora)
     left, _ = atomic.names_beside(target)
     if left.exists():
         say(f"{left}: left by a merge that was killed, removed")

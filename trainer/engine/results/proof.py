@@ -26,8 +26,15 @@ from trainer.families.values import Shape
 from trainer.files import atomic
 from trainer.files.safetensors import UNREADABLE, HeaderError, read_header
 from trainer.modeling.adapter import lora
+from trainer.modeling.adapter.adapter_file import require_known_names
 from trainer.modeling.adapter.comfyui import by_module, write_comfyui
-from trainer.modeling.adapter.peft_config import PEFT_PREFIX, config_beside
+from trainer.modeling.adapter.peft_config import (
+    CONFIG_INSIDE,
+    PEFT_PREFIX,
+    config_beside,
+    config_inside,
+    require_rank_and_alpha,
+)
 from trainer.modeling.tensor_file import rewrite_sorted
 from trainer.telemetry.run_folder.results import PROOF_SUFFIX
 from trainer.words.plurals import numbered
@@ -315,14 +322,17 @@ def _grows(name: str) -> list[str]:
 
 def check_file(path: Path) -> int:
     """Number of adapted layers; needs no model. Raises DataError naming every tensor that is not finite or
-    zero, and for a damaged configuration beside it, AccessError where that is missing.
+    zero, for another trainer's names, and for a damaged configuration in it or beside it, AccessError where
+    one beside it is missing.
     """
     try:
         with safe_open(path, framework="pt") as file:
+            inside = (file.metadata() or {}).get(CONFIG_INSIDE)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as error:
         what = f"cannot be read as safetensors ({error})"
         raise DataError(what, where=str(path), remedy=UNREADABLE) from error
+    require_known_names(tensors, path)
     ups = {name: part for name in tensors for part in _grows(name)}
     faults = [f"{name} is not finite" for name, value in tensors.items() if not bool(value.isfinite().all())]
     if not ups:
@@ -334,7 +344,11 @@ def check_file(path: Path) -> int:
     if ups and not any(bool(tensors[name].any()) for name in ups):
         faults.append(f"every {next(iter(ups.values()))[1:]} is zero: the adapter changes nothing")
     if faults:
-        raise DataError([Problem(what=fault, where=str(path)) for fault in faults])
+        remedies = ["name the file of another step, or of a run that went well", *[""] * len(faults)]
+        rows = zip(faults, remedies, strict=False)
+        raise DataError([Problem(what=fault, where=str(path), remedy=remedy) for fault, remedy in rows])
+    if inside is not None:
+        require_rank_and_alpha(config_inside(inside, path), path)
     if any(name.startswith(PEFT_PREFIX) for name in tensors):
         config_beside(path)
     return len(ups)

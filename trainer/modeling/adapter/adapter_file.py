@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from trainer.modeling.adapter.peft_config import (
     CONFIG_INSIDE,
     PEFT_PREFIX,
     config_beside,
-    parsed,
+    config_inside,
     require_rank_and_alpha,
 )
 
@@ -81,8 +81,7 @@ def read_adapter(path: Path) -> AdapterFile:
     if layout == "comfyui":
         config = _config_of_comfyui(layers)
     elif inside is not None:
-        said = parsed(inside, CONFIG_INSIDE, path)
-        config = {key.removeprefix("transformer."): value for key, value in said.items()}
+        config = config_inside(inside, path)
     else:
         config = config_beside(path)
     if config.get("use_rslora"):
@@ -99,13 +98,18 @@ def _layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], pa
         return "peft"
     if CONFIG_INSIDE in metadata:
         return "diffusers"
-    if any(".lora_down" in name or ".lora_up" in name for name in tensors):
+    require_known_names(tensors, path)
+    return "comfyui"
+
+
+def require_known_names(names: Iterable[str], path: Path) -> None:
+    """Raise DataError for tensors with the names of other trainers."""
+    if any(".lora_down" in name or ".lora_up" in name for name in names):
         raise DataError(
             "laid out as other trainers do (lora_down, lora_up): it is not converted",
             where=str(path),
             remedy="ComfyUI takes it as it is; name a file that this trainer saved",
         )
-    return "comfyui"
 
 
 def _by_layer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,12 @@ def config_beside(path: Path) -> dict[str, Any]:
     return config
 
 
+def config_inside(text: str, path: Path) -> dict[str, Any]:
+    """The configuration that diffusers writes into a file's metadata, by peft's keys; raises as `parsed`."""
+    said = parsed(text, CONFIG_INSIDE, path)
+    return {key.removeprefix("transformer."): value for key, value in said.items()}
+
+
 def parsed(text: str, name: str, path: Path) -> dict[str, Any]:
     """A configuration, without keys that are null; DataError for a text that is none."""
     try:
@@ -61,3 +68,9 @@ def require_rank_and_alpha(config: Mapping[str, Any], path: Path) -> None:
     if not is_rank or not all(type(one) in (int, float) for one in (alpha, *alphas.values())):
         what = "PEFT's configuration says not both rank and alpha as numbers"
         raise DataError(what, where=str(path), remedy=_REMEDY)
+    for name in (*ranks, *alphas):
+        try:
+            re.compile(rf"(.*\.)?({name})")  # as peft puts it together
+        except re.error as error:
+            what = f"PEFT's configuration has {name!r} among its patterns, which is no regular expression"
+            raise DataError(f"{what} ({error})", where=str(path), remedy=_REMEDY) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from trainer.errors import AccessError, ConfigError, DataError, Problem
 from trainer.modeling.adapter.adapter_file import AdapterFile, read_adapter
 from trainer.modeling.adapter.comfyui import alpha_and_rank, by_module
-from trainer.modeling.adapter.lora import ADAPTER, adapter_config, adapter_state
+from trainer.modeling.adapter.lora import ADAPTER, adapter_config
 
 WHERE = "lora.init_from"
 _MOST_NAMED = 5
@@ -20,12 +21,25 @@ _MOST_NAMED = 5
 def start_from(model: Any, path: Path) -> int:
     """Give the model's fresh adapter the values of a saved one; returns how many tensors they are.
 
-    Raises ConfigError naming every difference in layers, ranks, alphas or kind, and for another kind of file.
+    Raises as `saved_start`.
     """
     from peft import set_peft_model_state_dict
 
+    saved = saved_start(model, path)
+    set_peft_model_state_dict(model, saved, adapter_name=ADAPTER)
+    return len(saved)
+
+
+def saved_start(model: Any, path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a saved adapter that the model's fresh one can take, by peft's names.
+
+    Raises ConfigError naming every difference in layers, ranks, alphas or kind, for another kind of file, and
+    for values that nothing can be learned from.
+    """
+    from peft import get_peft_model_state_dict
+
     adapter = _read(path)
-    saved, fresh = adapter.state, adapter_state(model)
+    saved, fresh = adapter.state, get_peft_model_state_dict(model, adapter_name=ADAPTER)
     problems = [*_differences(saved, fresh), *_alphas(adapter, adapter_config(model), fresh)]
     if problems:
         remedy = "set lora.* as they were in that run, or leave lora.init_from out"
@@ -33,8 +47,27 @@ def start_from(model: Any, path: Path) -> int:
         told = [*problems[:_MOST_NAMED], *([f"and {more} more"] if more > 0 else [])]
         heading = Problem(what=f"{path} is not this run's adapter", where=WHERE, remedy=remedy)
         raise ConfigError([heading, *(Problem(what=what, where=str(path)) for what in told)])
-    set_peft_model_state_dict(model, saved, adapter_name=ADAPTER)
-    return len(saved)
+    _require_trainable(saved, path)
+    return saved
+
+
+def _require_trainable(saved: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Raise ConfigError for values that are no numbers of a trained adapter, or are all zero: of two factors
+    that are zero neither has a gradient.
+    """
+    faults = [
+        f"{name} is of {str(value.dtype).removeprefix('torch.')}, which no adapter is trained in"
+        if not value.is_floating_point()
+        else f"{name} is not finite"
+        for name, value in saved.items()
+        if not value.is_floating_point() or not bool(value.isfinite().all())
+    ]
+    if not faults and not any(bool(value.any()) for value in saved.values()):
+        faults = ["every tensor is zero, and nothing is learned from there"]
+    if faults:
+        first, more = faults[0], f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+        remedy = "name the file of a step that went well, or leave lora.init_from out"
+        raise ConfigError(f"{path}: {first}{more}", where=WHERE, remedy=remedy)
 
 
 def _read(path: Path) -> AdapterFile:
@@ -49,7 +82,10 @@ def _read(path: Path) -> AdapterFile:
         raise ConfigError(told) from error
     if adapter.layout == "comfyui":
         what = f"{path} is laid out for ComfyUI, or of another program: it does not say how it was trained"
-        remedy = "name a file that a run saved, without `.comfyui` in its name"
+        remedy = (
+            "name a file that a run saved, without `.comfyui` in its name; of others `trainer export FILE"
+            " --format diffusers` writes one with the rank and alpha that ComfyUI reads in it"
+        )
         raise ConfigError(what, where=WHERE, remedy=remedy)
     return adapter
 

@@ -1,12 +1,15 @@
 """A run at Weights & Biases (`train.report_to: wandb`); wandb sends, no port is opened here.
 
 Only losses, rates, memory and previews are given to it: no machine statistics, no code, no console output.
+Once it runs, nothing that becomes of wandb or of its own process ends the run.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +18,31 @@ from trainer.errors import ConfigError
 from trainer.files import atomic
 from trainer.telemetry.sinks.records import Record, written_values
 
-_ID_FILE = "wandb.id"
+_ID_FILE, _KEY_FILE = "wandb.id", "WANDB_API_KEY_FILE"
+_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
+
+
+def require_settings() -> None:
+    """Raise ConfigError for a WANDB_MODE that wandb has not, and a key's file that cannot be read."""
+    _mode()
+    _api_key()
 
 
 class Tracker:
     """One run, found again by the id that its folder holds."""
 
-    def __init__(self, run_dir: Path, project: str, settings: Mapping[str, str]) -> None:
-        """`settings` are shown as the run's configuration. Raises ConfigError where wandb does not start."""
-        import wandb
+    def __init__(
+        self, run_dir: Path, project: str, settings: Mapping[str, str], say: Callable[[str], None]
+    ) -> None:
+        """`settings` are shown as the run's configuration; `say` is told where wandb is lost on the way.
 
-        self._wandb: Any = wandb
+        Raises ConfigError where wandb does not start.
+        """
+        wandb: Any = importlib.import_module("wandb")
+        mailbox: Any = importlib.import_module("wandb.sdk.mailbox")
+        self._wandb, self._say, self._lost = wandb, say, False
+        # wandb's process was killed or refuses, the connection to it broke, a disk is full
+        self._errors = (wandb.errors.Error, OSError, mailbox.MailboxClosedError, mailbox.HandleAbandonedError)
         identity = run_dir / _ID_FILE
         if not identity.is_file():
             atomic.write_text(identity, secrets.token_hex(4))
@@ -47,7 +64,7 @@ class Tracker:
                 id=identity.read_text().strip(),
                 dir=str(run_dir),
                 resume="allow",
-                mode=environment.read("WANDB_MODE") or "online",
+                mode=_mode(),
                 config=dict(settings),
                 settings=quiet,
             )
@@ -61,24 +78,52 @@ class Tracker:
         values = written_values(record)
         for name in ("validation_data", "score_data"):
             values.pop(name, None)
-        self._run.log(values, step=values.pop("step"))
+        step = values.pop("step")
+        self._do(lambda: self._run.log(values, step=step))
 
     def image(self, tag: str, path: Path, *, step: int) -> None:
         """Send a picture."""
-        self._run.log({tag: self._wandb.Image(str(path))}, step=step)
+        self._do(lambda: self._run.log({tag: self._wandb.Image(str(path))}, step=step))
 
     def close(self, *, finished: bool) -> None:
         """Send what is left, and whether the run came to its end."""
-        self._run.finish(exit_code=0 if finished else 1)
+        self._do(lambda: self._run.finish(exit_code=0 if finished else 1))
+
+    def _do(self, send: Callable[[], None]) -> None:
+        """Call wandb, unless it was lost before: a loss is told once."""
+        if self._lost:
+            return
+        try:
+            send()
+        except self._errors as error:
+            self._lost = True
+            why = f"{type(error).__name__}: {error}"
+            self._say(
+                f"warning: Weights & Biases is sent nothing more ({why}): the run goes on, and"
+                " metrics.jsonl and TensorBoard have everything; a start that resumes it sends again"
+            )
+            # else its own hook tries once more when the process ends, with a traceback
+            with contextlib.suppress(*self._errors):
+                self._wandb.teardown()
+
+
+def _mode() -> str:
+    """WANDB_MODE, `online` where it is not set."""
+    mode = environment.read("WANDB_MODE") or "online"
+    if mode not in _MODES:
+        remedy = "write online, offline (`wandb sync` sends it later) or disabled"
+        raise ConfigError(f"{mode!r} is no mode of wandb", where="WANDB_MODE", remedy=remedy)
+    return mode
 
 
 def _api_key() -> str | None:
     """WANDB_API_KEY, or the text of the file that WANDB_API_KEY_FILE names."""
-    file = environment.read("WANDB_API_KEY_FILE")
+    file = environment.read(_KEY_FILE)
     if environment.read("WANDB_API_KEY") or file is None:
         return environment.read("WANDB_API_KEY")
     try:
         return Path(file).expanduser().read_text().strip()
-    except OSError as error:
-        what, remedy = f"{file} cannot be read: {error.strerror}", "name a file that this user may read"
-        raise ConfigError(what, where="WANDB_API_KEY_FILE", remedy=remedy) from error
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        remedy = "name a file that this user may read, and that holds the key alone"
+        raise ConfigError(f"{file} cannot be read: {reason}", where=_KEY_FILE, remedy=remedy) from error
