@@ -32,7 +32,8 @@
   });
   // leaving the page is leaving its field: what is sent arrives, what is not is asked about
   document.addEventListener("htmx:config:request", ({ target, detail }) => {
-    if (target.matches(".caption")) detail.ctx.request.keepalive = true;
+    // of a longer text a browser would refuse it
+    if (target.matches(".caption")) detail.ctx.request.keepalive = target.elements.caption.value.length < 6000;
   });
   addEventListener("beforeunload", (event) => {
     const unsaved = (field) => field.value !== field.defaultValue && sent.get(field) !== field.value;
