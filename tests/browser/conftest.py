@@ -23,9 +23,8 @@ from trainer.queue.local import Local
 from trainer.telemetry.run_folder.tries import Try
 from trainer.ui.studio import identifier
 
-expect.set_options(
-    timeout=60_000
-)  # what a page comes to is judged, not how soon: a disk may be busy for seconds
+# what a page comes to is judged, not how soon: a disk may be busy for seconds
+expect.set_options(timeout=60_000)
 CHROMIUM = Path("/usr/bin/chromium")
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = ROOT / "tests/golden/machines/rtx-4090.json"

@@ -47,9 +47,8 @@ def looked(page: Page, pictures: int) -> None:
     expect(page.get_by_role("link", name=f"All {pictures}", exact=True)).to_be_visible(timeout=90_000)
     expect(page.locator("#look")).not_to_contain_text("not looked at", timeout=90_000)
     expect(page.locator("#look")).not_to_contain_text("Looking", timeout=90_000)
-    expect(page.locator("[data-reload]")).to_have_count(
-        0
-    )  # the page that is loaded again shows what was found
+    # the page that is loaded again shows what was found
+    expect(page.locator("[data-reload]")).to_have_count(0)
 
 
 def written(page: Page, path: Path, text: str) -> None:

@@ -58,8 +58,6 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
     shares, hosts = job.mode in _SHARED_MODES, loaded.hosts
     writes = job.mode == "train" and hosts.number == 0  # the run's folder is that of host 0
     receiver = webhook.configured() if writes else None
-    if writes and loaded.config.train.report_to == "wandb":
-        tracker.require_settings()
 
     problems: list[Problem] = []
 

@@ -38,9 +38,9 @@ def _reason(updater: Updater) -> tuple[str, str]:
         other = "write model.dtype: bf16 where the GPU has it, else fp32, and another output_dir"
         return what, f"{other}; or {_GO_ON}: the loss is scaled down by half after each that overflows"
     if updater.kind == "prodigy" and isinstance(updater.optimizer, torch.optim.Optimizer):
-        rate = float(updater.optimizer.param_groups[0]["d"])
+        group = updater.optimizer.param_groups[0]
         return (
-            f"prodigy's own estimate of the rate is {rate:.0e} so far, and it begins at 1e-06",
+            f"prodigy's own estimate of the rate is {group['d']:.0e} so far, and began at {group['d0']:.0e}",
             f"{_GO_ON}: it needs steps to find the rate; or write train.optimizer: adamw, a"
             " train.learning_rate for it and another output_dir",
         )

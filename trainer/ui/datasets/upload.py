@@ -112,7 +112,7 @@ class Upload:
         within = PurePosixPath(self._place.name)
         with writing_to(self._place):
             existing = self._fields.get("existing", "keep")
-            names = _sent_again(self._staging, good, self._place.folder, numbered=existing == "keep")
+            names = _sent_again(self._staging, good, self._place.folder, may_be_numbered=existing == "keep")
             new = [name for name in good if name not in names]
             apart = _stems_apart(self._staging, new, self._place.folder)
             names |= _final_names(self._place.folder, new, existing, apart)
@@ -216,13 +216,13 @@ def _size(folder: Path) -> tuple[int, int]:
 
 
 def _sent_again(
-    staging: Path, names: Sequence[str], folder: Path, *, numbered: bool
+    staging: Path, names: Sequence[str], folder: Path, *, may_be_numbered: bool
 ) -> dict[str, tuple[str, list[str]]]:
     """Files that lie in `folder` already, byte for byte, with all others of their stem, as those of a part
-    whose answer was lost: their names there, which may be `numbered`.
+    whose answer was lost: their names there, or where they `may_be_numbered` with a number behind.
     """
     others: defaultdict[str, set[str]] = defaultdict(set)
-    for path in folder.iterdir() if numbered else ():
+    for path in folder.iterdir() if may_be_numbered else ():
         others[re.sub(r"-\d+$", "", path.stem)].add(path.stem)
     stems: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
