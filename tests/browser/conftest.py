@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Error, Page, expect, sync_playwright
 
 from tests.unit.ui import made
 from trainer.errors import Problem
@@ -256,12 +256,16 @@ def logged_in(context: BrowserContext, studio: Running) -> Page:
 
 
 def until(page: Page, expression: str) -> None:
-    """Wait until a JavaScript expression is true in the page. Playwright's own way evaluates a text inside of
-    the page, which the policy forbids.
+    """Wait until a JavaScript expression is true in the page, or in the one that the page goes to meanwhile.
+    Playwright's own way evaluates a text inside of the page, which the policy forbids.
     """
     for _ in range(1200):
-        if page.evaluate(expression):
-            return
+        try:
+            if page.evaluate(expression):
+                return
+        except Error as error:
+            if "Execution context was destroyed" not in error.message:
+                raise
         page.wait_for_timeout(50)
     raise AssertionError(f"it did not become true: {expression}")
 

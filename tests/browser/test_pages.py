@@ -423,6 +423,13 @@ def test_the_list_follows_the_queue(new_context: NewContext, full: Full) -> None
     until(page, "document.querySelector('.queue .what b')?.textContent === 'cats-rank-8'")
 
 
+def test_a_wait_goes_on_in_the_page_that_comes(new_context: NewContext, empty: Running) -> None:
+    """A form's answer that loads the page anew while it is looked at is no fault."""
+    page = logged_in(new_context(), empty)
+    page.evaluate("setTimeout(() => location.assign('/settings'), 50)")
+    until(page, "new Promise((told) => setTimeout(() => told(location.pathname === '/settings'), 500))")
+
+
 def test_a_job_is_given_another_gpu_and_the_lanes_follow(new_context: NewContext, full: Full) -> None:
     page = logged_in(new_context(), full.studio)
     lanes = page.locator(".lanes tr")
