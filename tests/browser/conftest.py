@@ -24,7 +24,8 @@ from trainer.telemetry.run_folder.tries import Try
 from trainer.ui.studio import identifier
 
 # what a page comes to is judged, not how soon: a disk may be busy for seconds
-expect.set_options(timeout=60_000)
+_WAIT_MS = 120_000
+expect.set_options(timeout=_WAIT_MS)
 CHROMIUM = Path("/usr/bin/chromium")
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = ROOT / "tests/golden/machines/rtx-4090.json"
@@ -134,6 +135,7 @@ def new_context(browser: Browser, watched: Watched) -> Iterator[Callable[..., Br
 
     def make(**options: object) -> BrowserContext:
         context = browser.new_context(**options)  # type: ignore[arg-type]
+        context.set_default_timeout(_WAIT_MS)
         made.append(context)
         context.on("page", lambda page: watch(page, watched))
         return context

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from playwright.sync_api import BrowserContext, Page, expect
+from playwright.sync_api import BrowserContext, Page, Route, expect
 
 from tests.browser.conftest import ROOT, Running, Watched, logged_in, require_picture
 from tests.browser.test_pages import findings
@@ -45,8 +45,8 @@ def shown(page: Page, studio: Running) -> None:
 def looked(page: Page, pictures: int) -> None:
     """Wait for the page that shows so many pictures, all of them opened."""
     expect(page.get_by_role("link", name=f"All {pictures}", exact=True)).to_be_visible(timeout=90_000)
-    expect(page.locator("#look")).not_to_contain_text("not looked at", timeout=90_000)
-    expect(page.locator("#look")).not_to_contain_text("Looking", timeout=90_000)
+    expect(page.locator("#look")).not_to_contain_text("not looked at")
+    expect(page.locator("#look")).not_to_contain_text("Looking")
     # the page that is loaded again shows what was found
     expect(page.locator("[data-reload]")).to_have_count(0)
 
@@ -58,6 +58,20 @@ def written(page: Page, path: Path, text: str) -> None:
             break
         page.wait_for_timeout(100)
     assert path.read_text() == text
+
+
+def drop(page: Page, files: dict[str, bytes]) -> None:
+    """Drop files onto the form."""
+    carried = page.evaluate_handle(
+        """(files) => {
+            const all = new DataTransfer();
+            for (const [name, bytes] of files)
+                all.items.add(new File([Uint8Array.from(atob(bytes), (one) => one.charCodeAt(0))], name));
+            return all;
+        }""",
+        [(name, base64.b64encode(data).decode()) for name, data in files.items()],
+    )
+    page.dispatch_event("#upload", "drop", {"dataTransfer": carried})
 
 
 def test_200_pictures_with_four_bad_ones_are_told_one_by_one(
@@ -77,7 +91,7 @@ def test_200_pictures_with_four_bad_ones_are_told_one_by_one(
         )
     page.get_by_label("Pictures and captions").set_input_files(files)
     page.get_by_role("button", name="Upload").click()
-    expect(page.locator("#upload-state")).to_contain_text("400 stored, 0 not", timeout=90_000)
+    expect(page.locator("#upload-state")).to_contain_text("400 stored, 0 not")
     huge = io.BytesIO()
     Image.new("1", (20_000, 15_000)).save(huge, "PNG")
     bad = {
@@ -86,17 +100,8 @@ def test_200_pictures_with_four_bad_ones_are_told_one_by_one(
         "drawing.png": b"<svg xmlns='http://www.w3.org/2000/svg'/>",
         "../x.png": encoded(picture(seed=999)),
     }
-    carried = page.evaluate_handle(
-        """(files) => {
-            const all = new DataTransfer();
-            for (const [name, bytes] of files)
-                all.items.add(new File([Uint8Array.from(atob(bytes), (one) => one.charCodeAt(0))], name));
-            return all;
-        }""",
-        [(name, base64.b64encode(data).decode()) for name, data in bad.items()],
-    )
-    page.dispatch_event("#upload", "drop", {"dataTransfer": carried})
-    expect(page.locator("#upload-state")).to_contain_text("1 stored, 3 not", timeout=90_000)
+    drop(page, bad)
+    expect(page.locator("#upload-state")).to_contain_text("1 stored, 3 not")
     told = {row.split(" ")[0]: row for row in page.locator("#told li").all_inner_texts()}
     assert len(told) == 4
     assert "damaged" in told["broken.png"] and "178 million" in told["huge.png"]
@@ -108,6 +113,33 @@ def test_200_pictures_with_four_bad_ones_are_told_one_by_one(
     assert {f"{number:03}.png" for number in range(200)} < stored and len(stored) == 201
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
     assert not list(tmp_path.glob("**/huge*")) and not list(tmp_path.glob("**/.upload*"))
+
+
+def test_what_is_dropped_meanwhile_comes_after_it_and_leaving_is_asked_about(
+    start: Start, new_context: Contexts, tmp_path: Path
+) -> None:
+    studio = start(tmp_path)
+    folder = data_set(studio, "a cat")
+    page = logged_in(new_context(), studio)
+    shown(page, studio)
+    looked(page, 1)
+    held: list[Route] = []
+    page.route("**/upload", lambda route: held.append(route), times=1)
+    page.get_by_text("Add pictures").click()
+    drop(page, {"a.png": encoded(picture(seed=1)), "broken.png": encoded(picture(300, 300))[:9000]})
+    state = page.locator("#upload-state")
+    expect(state).to_have_text("0 of 2")
+    drop(page, {"b.png": encoded(picture(seed=2))})
+    asked: list[str] = []
+    page.once("dialog", lambda dialog: (asked.append(dialog.type), dialog.dismiss()))
+    with page.expect_event("dialog"):
+        page.evaluate("setTimeout(() => location.reload())")
+    assert asked == ["beforeunload"] and len(held) == 1  # the person stayed, and one part is on its way
+    held[0].continue_()
+    expect(state).to_contain_text("2 stored, 1 not")
+    expect(page.locator("#told li")).to_have_count(3)
+    assert sorted(path.name for path in folder.glob("*.png")) == ["0.png", "a.png", "b.png"]
+    page.reload()  # and nothing is asked
 
 
 def test_a_folder_is_dropped_as_the_files_in_it(start: Start, new_context: Contexts, tmp_path: Path) -> None:
@@ -197,7 +229,7 @@ def test_a_page_shows_what_became_of_a_change(start: Start, new_context: Context
     page = logged_in(new_context(), studio)
     shown(page, studio)
     word = page.get_by_text("No picture is here yet")
-    expect(word).to_be_visible(timeout=60_000)
+    expect(word).to_be_visible()
     assert page.locator(".problems").count() == 0
     files = [{"name": f"{number}.png", "buffer": encoded(picture(seed=number)), **PNG} for number in (0, 1)]
     page.get_by_label("Pictures and captions").set_input_files(files)

@@ -41,7 +41,6 @@ NewContext = Callable[..., BrowserContext]
 AXE = (Path(__file__).parent / "vendor/axe.min.js").read_text()
 SIZES = {"phone": (360, 740), "tablet": (768, 1024), "desktop": (1440, 900)}
 SCHEMES = ("light", "dark")
-_WAIT_MS = 60_000
 
 
 def pages(full: Full) -> dict[str, str]:
@@ -87,12 +86,12 @@ def opened(page: Page, url: str) -> None:
     """
     page.goto(url)
     if page.locator("#plan").count():
-        page.wait_for_selector("#decisions tbody tr", state="attached", timeout=_WAIT_MS)
+        page.wait_for_selector("#decisions tbody tr", state="attached")
     if page.locator(".charts").count():
         until(page, "studio.points.length > 0")
-        page.wait_for_selector(".charts canvas", timeout=_WAIT_MS)
+        page.wait_for_selector(".charts canvas")
     if page.locator("#compared").count():
-        page.wait_for_selector("#compared canvas", timeout=_WAIT_MS)
+        page.wait_for_selector("#compared canvas")
 
 
 def test_a_link_opens_a_session_and_leaves_no_token(new_context: NewContext, full: Full) -> None:
@@ -120,12 +119,12 @@ def test_without_a_session_there_is_a_login_and_wrong_tokens_wait(
     assert answer is not None and answer.status == 401
     for _ in range(FREE_TRIES):
         page.get_by_label("Token").fill("wrong")
-        with page.expect_navigation(timeout=_WAIT_MS):  # a click does not wait for it
+        with page.expect_navigation():  # a click does not wait for it
             page.get_by_role("button", name="Open the studio").click()
         assert page.get_by_role("alert").inner_text() == "That is not the token of this studio."
     page.get_by_label("Token").fill((empty.runs / ".studio/token").read_text())
     page.get_by_role("button", name="Open the studio").click()
-    page.get_by_text("Too many wrong tokens: wait").wait_for(timeout=_WAIT_MS)
+    page.get_by_text("Too many wrong tokens: wait").wait_for()
 
 
 def test_a_tab_that_rests_is_current_once_somebody_turns_to_it(
@@ -143,7 +142,7 @@ def test_a_tab_that_rests_is_current_once_somebody_turns_to_it(
     page.wait_for_timeout(2500)
     expect(row).to_have_text(["cats"])
     page.evaluate("dispatchEvent(new Event('focus'))")
-    expect(row).to_have_text(["dogs", "cats"], timeout=_WAIT_MS)
+    expect(row).to_have_text(["dogs", "cats"])
     for hidden in ("true", "false"):
         page.evaluate(
             f"Object.defineProperty(document, 'hidden', {{configurable: true, value: {hidden}}});"
@@ -152,7 +151,7 @@ def test_a_tab_that_rests_is_current_once_somebody_turns_to_it(
         if hidden == "true":
             until(page, "!document.getElementById('home')._htmx.sse.reader")
             made.make_run(studio.runs / "owls", done=100)
-    expect(row).to_have_text(["owls", "dogs", "cats"], timeout=_WAIT_MS)
+    expect(row).to_have_text(["owls", "dogs", "cats"])
 
 
 def test_every_line_is_seen_once_over_reconnects_and_a_resume(
@@ -194,7 +193,7 @@ def test_every_line_is_seen_once_over_reconnects_and_a_resume(
         until(page, f"studio.points.length === {len(steps())}")
         assert page.evaluate("studio.points.map((row) => row[0])") == steps()
         status.beat(made.Phase.SAVE, step=200, total=300)
-        page.wait_for_selector(".state:has-text('saving')", timeout=_WAIT_MS)
+        page.wait_for_selector(".state:has-text('saving')")
 
 
 def test_curves_of_a_very_long_run_are_drawn(new_context: NewContext, full: Full) -> None:
@@ -301,11 +300,11 @@ def test_a_slider_leads_through_the_steps_of_a_prompt(new_context: NewContext, f
     slider.press("ArrowRight")
     shown(2, 100)
     made.samples(folder, 150, drawn(0.8), PROMPTS)
-    page.get_by_role("columnheader", name="Step 150").wait_for(timeout=_WAIT_MS)
+    page.get_by_role("columnheader", name="Step 150").wait_for()
     shown(2, 150)  # the newest one was shown, and is
     slider.press("Home")
     made.samples(folder, 160, drawn(0.9), PROMPTS)
-    page.get_by_role("columnheader", name="Step 160").wait_for(timeout=_WAIT_MS)
+    page.get_by_role("columnheader", name="Step 160").wait_for()
     shown(2, 0)
     shutil.rmtree(folder / "samples/step-000150")
     (folder / "samples/step-000150.png").unlink()
@@ -325,17 +324,17 @@ def test_without_scripts_one_can_look_and_stop(new_context: NewContext, full: Fu
     rows = page.locator("table:has(caption) tbody tr")
     last = read_metrics(full.folders["portraits"] / "metrics.jsonl")[-1]
     assert rows.first.locator("th").inner_text() == str(last["step"])
-    page.get_by_text("step 180/300").wait_for(timeout=_WAIT_MS)
+    page.get_by_text("step 180/300").wait_for()
     assert page.locator(".strip img").count() == 2 * len(PROMPTS) and not page.locator(".slide").is_visible()
     page.get_by_role("link", name="Warnings").click()
-    page.get_by_text("No line of this level.").wait_for(timeout=_WAIT_MS)
+    page.get_by_text("No line of this level.").wait_for()
     page.get_by_role("button", name="Stop and save").click()
-    page.get_by_text("Asked to stop").wait_for(timeout=_WAIT_MS)
+    page.get_by_text("Asked to stop").wait_for()
     assert control.take(full.runtime, [Order.STOP]) == (Order.STOP,)
     control.forget(full.runtime)
     page.goto(full.studio.url)
     page.get_by_role("button", name="Dark").click()
-    page.locator("html[data-theme=dark]").wait_for(timeout=_WAIT_MS)
+    page.locator("html[data-theme=dark]").wait_for()
 
 
 def test_a_slider_wipes_between_without_and_with(
@@ -347,7 +346,7 @@ def test_a_slider_wipes_between_without_and_with(
     page = logged_in(new_context(), full.studio)
     page.goto(full.studio.url + paths["try"])
     page.get_by_role("link", name=f"{PROMPTS[1]}, step 100: show it large").click()
-    page.get_by_role("heading", name=PROMPTS[1], exact=True).wait_for(timeout=_WAIT_MS)
+    page.get_by_role("heading", name=PROMPTS[1], exact=True).wait_for()
     page.get_by_role("slider").fill("30")
     shown = "getComputedStyle(document.querySelector('.over img')).clipPath"
     assert page.evaluate(shown) == "inset(0px 0px 0px 30%)"
@@ -360,7 +359,7 @@ def test_a_slider_wipes_between_without_and_with(
     page.goto(full.studio.url + paths["try-choice"])
     page.get_by_label("Prompts").fill("my own owl")
     page.get_by_role("button", name="Draw").click()
-    page.get_by_text("cannot be read as safetensors").wait_for(timeout=_WAIT_MS)
+    page.get_by_text("cannot be read as safetensors").wait_for()
     assert page.get_by_label("Prompts").input_value() == "my own owl"
 
 
@@ -371,12 +370,12 @@ def test_a_try_that_is_drawn_leaves_the_slider_as_it_is(new_context: NewContext,
     try:
         made.drawn(place, 0, 0, Image.new("RGB", (192, 192), "white"))
         made.drawn(place, 1, 0, Image.new("RGB", (192, 192), "navy"))
-        page.get_by_role("slider").wait_for(timeout=_WAIT_MS)
+        page.get_by_role("slider").wait_for()
         page.get_by_role("slider").fill("30")
         page.get_by_role("slider").focus()
         page.evaluate("window.before = document.activeElement")
         made.drawn(place, 2, 0, Image.new("RGB", (192, 192), "blue"))
-        page.get_by_role("link", name=f"{PROMPTS[0]}, step 100: show it large").wait_for(timeout=_WAIT_MS)
+        page.get_by_role("link", name=f"{PROMPTS[0]}, step 100: show it large").wait_for()
         assert page.evaluate("document.activeElement === before && before.matches('.wiper')")
         shown = "getComputedStyle(document.querySelector('.over img')).clipPath"
         assert (page.get_by_role("slider").input_value(), page.evaluate(shown)) == (
@@ -525,19 +524,19 @@ def test_what_was_killed_is_told_and_runs_outlive_the_studio(
         page = logged_in(new_context(), studio)
         path = f"/runs/{identifier(studio.runs, folder)}"
         page.goto(studio.url + path)
-        page.wait_for_selector("#live-part .state:has-text('training')", timeout=_WAIT_MS)
+        page.wait_for_selector("#live-part .state:has-text('training')")
         away = page.locator("#away", has_text="The studio does not answer")
         expect(page.locator("#away")).to_be_hidden()
         studio.process.kill()
         studio.process.wait()
         assert run.poll() is None, "the run goes on"
-        expect(away).to_be_visible(timeout=_WAIT_MS)
+        expect(away).to_be_visible()
         again = start(tmp_path, "--port", studio.url.rpartition(":")[2])
         assert not again.link, "the token is the old one, and so is the session"
-        expect(away).to_be_hidden(timeout=_WAIT_MS)
-        page.wait_for_selector("#live-part .state:has-text('training')", timeout=_WAIT_MS)
+        expect(away).to_be_hidden()
+        page.wait_for_selector("#live-part .state:has-text('training')")
         run.kill()
-        page.wait_for_selector("#live-part .state:has-text('lost')", timeout=_WAIT_MS)
+        page.wait_for_selector("#live-part .state:has-text('lost')")
         assert page.get_by_role("button", name="Resume").is_visible()
     # a run of another boot: its locks are gone, and its process's number may be somebody else's
     record = json.loads((folder / "process.json").read_text())

@@ -36,6 +36,7 @@
     if (target.matches(".caption")) detail.ctx.request.keepalive = target.elements.caption.value.length < 6000;
   });
   addEventListener("beforeunload", (event) => {
+    if (document.querySelector("#upload button.main:disabled, #upload-state button")) event.preventDefault();
     const unsaved = (field) => field.value !== field.defaultValue && sent.get(field) !== field.value;
     if ([...document.querySelectorAll(".caption textarea")].some((one) => unsaved(one) || one.form.querySelector(".problem"))) event.preventDefault();
   });
@@ -94,6 +95,14 @@
   if (!form) return;
   const input = form.elements.files, bar = document.getElementById("upload-bar");
   const state = document.getElementById("upload-state"), told = document.getElementById("told");
+  const button = form.querySelector("button.main");
+  const more = document.createElement("button"), found = document.createElement("a");
+  more.type = "button";
+  more.textContent = "Go on";
+  more.addEventListener("click", go);
+  found.href = `${location.pathname}?wait=1`;
+  found.textContent = "Show them";
+  let left = [], total = 0, done = 0, bad = 0;
 
   // a picture and its caption have one stem, and must come in one part; metadata comes before what it names
   function parts(files) {
@@ -126,60 +135,55 @@
     return found;
   }
 
+  // what is dropped meanwhile comes after it
   function send(files) {
-    const left = parts(files), existing = form.elements.existing.value, button = form.querySelector("button");
-    const more = document.createElement("button"), found = document.createElement("a");
-    more.type = "button";
-    more.textContent = "Go on";
-    more.addEventListener("click", go);
-    found.href = `${location.pathname}?wait=1`;
-    found.textContent = "Show them";
-    let done = 0, bad = 0;
-    told.replaceChildren();
+    if (!left.length) { total = done = bad = 0; told.replaceChildren(); }
+    for (const part of parts(files)) left.push([part, form.elements.existing.value]);
     bar.hidden = false;
-    bar.max = files.length;
-    go();
+    bar.max = total += files.length;
+    if (!button.disabled) go();
+  }
 
-    // from the part that was not taken on; what of it arrived all the same is found to be there
-    async function go() {
-      sending = button.disabled = true;
-      while (left.length && await taken(left[0])) left.shift();
-      bar.value = done;
-      if (!left.length) state.textContent = `${done - bad} stored, ${bad} not. `;
-      window.studio.say(state.textContent);
-      state.append(left.length ? more : found);
-      refresh();
-      button.disabled = false;
-      if (!left.length) form.reset();
-      sending = left.length > 0 || told.children.length > 0;  // which are to be read
-    }
+  // from the part that was not taken on; what of it arrived all the same is found to be there
+  async function go() {
+    sending = button.disabled = true;
+    while (left.length && await taken(left[0])) left.shift();
+    bar.value = done;
+    if (!left.length) state.textContent = `${done - bad} stored, ${bad} not. `;
+    window.studio.say(state.textContent);
+    state.append(left.length ? more : found);
+    refresh();
+    button.disabled = false;
+    if (!left.length) form.reset();
+    sending = left.length > 0 || told.children.length > 0;  // which are to be read
+  }
 
-    async function taken(part) {
-      bar.value = done;
-      state.textContent = `${done} of ${files.length}`;
-      const body = new FormData();
-      body.append("csrf", form.elements.csrf.value);
-      body.append("existing", existing);
-      for (const file of part) body.append("files", file, file.name);
-      const answer = await studio.ask(form.action, { method: "POST", body, headers: { "HX-Request": "true" } }, 10);
-      const text = await answer?.text() ?? "the studio does not answer, or a file is no longer there.";
-      const page = new DOMParser().parseFromString(text, "text/html");
-      if (!answer?.ok) {
-        const why = page.querySelector("main") || page.body;
-        state.textContent = `Stopped after ${done} of ${files.length}: ${why.textContent.replace(/\s+/g, " ").trim()} `;
-        return false;
-      }
-      const rows = [...page.querySelectorAll("li")];
-      bad += rows.filter((row) => row.className === "bad").length;
-      // faults first: they are what has to be read
-      for (const row of rows) row.className === "bad" ? told.prepend(row) : told.append(row);
-      done += part.length;
-      return true;
+  async function taken([part, existing]) {
+    bar.value = done;
+    state.textContent = `${done} of ${total}`;
+    const body = new FormData();
+    body.append("csrf", form.elements.csrf.value);
+    body.append("existing", existing);
+    for (const file of part) body.append("files", file, file.name);
+    const answer = await studio.ask(form.action, { method: "POST", body, headers: { "HX-Request": "true" } }, 10);
+    const text = await answer?.text() ?? "the studio does not answer, or a file is no longer there.";
+    const page = new DOMParser().parseFromString(text, "text/html");
+    if (!answer?.ok) {
+      const why = page.querySelector("main") || page.body;
+      state.textContent = `Stopped after ${done} of ${total}: ${why.textContent.replace(/\s+/g, " ").trim()} `;
+      return false;
     }
+    const rows = [...page.querySelectorAll("li")];
+    bad += rows.filter((row) => row.className === "bad").length;
+    // faults first: they are what has to be read
+    for (const row of rows) row.className === "bad" ? told.prepend(row) : told.append(row);
+    done += part.length;
+    return true;
   }
 
   form.addEventListener("submit", (event) => {
     event.preventDefault();
+    left = [];  // what was not taken is among them, or not wanted any more
     if (input.files.length) send(input.files);
   });
   // what is dropped beside it must not take the place of the page
