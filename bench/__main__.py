@@ -19,6 +19,7 @@ COMMANDS = {
     "matrix": "every family in the plans that people run, on sets of real shape",
     "ranks": "a step of several GPUs beside one GPU's",
     "stops": "runs of several GPUs that are stopped, killed, gone on with and launched in other ways",
+    "queue": "four jobs of the queue over two GPUs, of which another program uses one at first",
     "profile": "where the milliseconds of a step go",
     "reading": "a base model's files read by several GPUs beside one",
     "load": "how fast a base model's files reach the device",

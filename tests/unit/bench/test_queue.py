@@ -1,0 +1,58 @@
+"""bench queue: four real jobs on a CPU, and what is seen of jobs from outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import queue
+from tests.unit.bench.test_stops import TINY, given, rows_of
+from trainer.queue.launcher import CPU
+
+__all__ = ["given"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_four_jobs_take_turns(given: list[str], tmp_path: Path) -> None:
+    assert queue.main([*given, "--steps", "2", *TINY]) == 0
+    rows = rows_of(tmp_path / "record.json")
+    assert [(row["job"], row["exit code"], row["proved"], row["steps"]) for row in rows] == [
+        (str(number), "0", "yes", "2") for number in range(1, 5)
+    ]
+    assert {row["as it must"] for row in rows} == {"yes"}
+    assert str(tmp_path) not in (tmp_path / "record.json").read_text()
+
+
+def process(proc: Path, number: int, **environ: str) -> None:
+    (proc / str(number)).mkdir(parents=True)
+    entries = [f"{name}={value}".encode() for name, value in environ.items()]
+    (proc / str(number) / "environ").write_bytes(b"\0".join([*entries, b"WORD=\xff", b""]))
+
+
+def test_processes_tell_their_job_and_its_gpus(tmp_path: Path) -> None:
+    proc, ours = tmp_path / "proc", tmp_path / "queue"
+
+    def runtime(job: int, folder: Path = ours) -> str:
+        return str(folder / "jobs" / str(job) / "runtime")
+
+    process(proc, 1, HOME="/root")
+    process(proc, 2, TRAINER_RUNTIME_DIR=runtime(1), CUDA_VISIBLE_DEVICES="GPU-a,GPU-b")
+    process(proc, 3, TRAINER_RUNTIME_DIR=runtime(1), CUDA_VISIBLE_DEVICES="GPU-b")
+    process(proc, 4, TRAINER_RUNTIME_DIR=runtime(2), CUDA_VISIBLE_DEVICES="")
+    process(proc, 5, TRAINER_RUNTIME_DIR=runtime(3, tmp_path / "other"), CUDA_VISIBLE_DEVICES="GPU-a")
+    process(proc, 6, TRAINER_RUNTIME_DIR="/tmp/runtime", CUDA_VISIBLE_DEVICES="GPU-a")
+    (proc / "7").mkdir()  # it has ended meanwhile
+    assert queue.look(ours, proc) == {1: {"GPU-a", "GPU-b"}, 2: {CPU}}
+
+
+def test_two_jobs_on_one_gpu_are_seen() -> None:
+    seen = queue.Seen()
+    seen.add(1.0, {1: {"a"}, 2: {"b"}})
+    seen.add(2.0, {2: {"b"}, 3: {"a", "b"}})
+    seen.add(3.0, {3: {"a"}})
+    assert seen.times == {1: [1.0], 2: [1.0, 2.0], 3: [2.0, 3.0]}
+    assert seen.together == {(2, 3, "b")}
+    assert queue.wishes(["a", "b"]) == [("a",), ("b",), ("a", "b"), ("a",)]
+    assert queue.wishes([CPU]) == [(CPU,)] * 4
