@@ -40,6 +40,7 @@ def shown(page: Page, studio: Running) -> None:
     """Open the data set by its link; the first visit asks for a look and shows what it found."""
     page.goto(f"{studio.url}/data")
     page.get_by_role("link", name="cats", exact=True).click()
+    page.wait_for_url("**/data/cats*")  # with its scripts
 
 
 def looked(page: Page, pictures: int) -> None:
@@ -47,8 +48,9 @@ def looked(page: Page, pictures: int) -> None:
     expect(page.get_by_role("link", name=f"All {pictures}", exact=True)).to_be_visible(timeout=90_000)
     expect(page.locator("#look")).not_to_contain_text("not looked at")
     expect(page.locator("#look")).not_to_contain_text("Looking")
-    # the page that is loaded again shows what was found
+    # the page that is loaded again shows what was found; its scripts follow
     expect(page.locator("[data-reload]")).to_have_count(0)
+    page.wait_for_load_state()
 
 
 def written(page: Page, path: Path, text: str) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import BrowserContext, Page, expect
+from playwright.sync_api import BrowserContext, Page, Route, expect
 
-from tests.browser.conftest import FACTS, ROOT, Full, Running, Watched, logged_in
+from tests.browser.conftest import FACTS, ROOT, Full, Running, Watched, logged_in, until
 from tests.unit.ui import made
 
 pytestmark = pytest.mark.browser
@@ -300,6 +300,24 @@ def test_without_scripts_the_form_is_planned_and_added_to_the_queue(
     expect(page.locator("#plan")).to_contain_text("by-hand")
     page.get_by_role("button", name="Add by-hand to the queue").click()
     expect(page.get_by_role("status")).to_contain_text("by-hand is in the queue")
+
+
+def test_what_is_typed_before_the_scripts_are_there_is_planned(
+    studio: Running, new_context: NewContext
+) -> None:
+    page, held = logged_in(new_context(), studio), list[Route]()
+    page.route("**/static/*.js", lambda route: held.append(route))
+    for key, value in (("train.max_train_steps", "77"), ("train.optimizer", "prodigy")):
+        page.goto(f"{studio.url}/new?start=flux1_dev_lora", wait_until="commit")
+        page.locator("label", has=page.locator("input[name=depth][value=all]")).click()
+        if value.isdecimal():
+            page.locator(f"[name='{key}']").fill(value)
+        else:
+            page.locator(f"[name='{key}'][value='{value}']").check()
+        until(page, "document.readyState === 'interactive'")
+        while held:
+            held.pop().continue_()
+        expect(page.locator("#plan")).to_contain_text(f"{value} steps" if value.isdecimal() else value)
 
 
 def test_a_tick_to_go_on_with_a_run_stays_while_the_form_is_typed(

@@ -95,6 +95,13 @@
       else if (name === "change" && event.target.closest("[data-reload]")) form.requestSubmit();
     }, true);
   }
+  // what was typed before the scripts were there
+  const typed = (one) => one.options ? one.selectedIndex !== Math.max(0, [...one.options].findIndex((option) => option.defaultSelected))
+    : one.value !== one.defaultValue || !!one.checked !== !!one.defaultChecked;
+  addEventListener("load", () => {
+    if (find.value) narrow();
+    if ([...form.querySelectorAll("[name]:is(input, select, textarea)")].some(typed)) form.dispatchEvent(new Event("again"));
+  });
   form.addEventListener("dragover", (event) => { if (event.target.closest("[data-drop]")) event.preventDefault(); });
   form.addEventListener("drop", async (event) => {
     const field = event.target.closest("[data-drop]"), file = event.dataTransfer.files[0];
