@@ -85,6 +85,7 @@ def test_200_pictures_with_four_bad_ones_are_told_one_by_one(
     page.goto(f"{studio.url}/data")
     page.get_by_label("Name").fill("cats")
     page.get_by_role("button", name="Make it").click()
+    page.wait_for_url("**/data/cats*")  # with its scripts
     files = []
     for number in range(200):
         files.append({"name": f"{number:03}.png", "buffer": encoded(picture(40, 30, number)), **PNG})
