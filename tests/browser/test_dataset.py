@@ -401,7 +401,7 @@ def test_without_scripts_a_set_is_looked_at_and_edited(
         page.reload()
     page.get_by_label("Caption of 0.png").fill("a dog")
     page.get_by_role("button", name="Save").click()
-    assert (folder / "0.txt").read_text() == "a dog\n"
+    written(page, folder / "0.txt", "a dog\n")
     page.goto(page.url.partition("/pictures")[0])
     page.get_by_text("Add pictures").click()
     file = {"name": "1.png", "buffer": encoded(picture(seed=9)), **PNG}
