@@ -11,6 +11,7 @@ import torch
 from trainer.config.schema import TrainSection
 from trainer.engine.optimizing.schedule import learning_rate
 from trainer.engine.optimizing.updater import Average, Updater
+from trainer.modeling.vision import make_torchvision_importable
 
 
 def parameters(dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
@@ -240,6 +241,23 @@ def test_the_mean_of_the_weights_follows_them_and_gives_them_back(dtype: torch.d
             assert not torch.equal(value, before[name])
             assert torch.allclose(value.float(), wanted[name].to(dtype).float(), rtol=1e-2, atol=1e-6)
     assert all(torch.equal(value, before[name]) for name, value in held.items())
+
+
+def test_the_mean_is_that_of_diffusers_a_step_earlier() -> None:
+    """`EMAModel` takes the weights alone in its first step; from there on its decays are ours."""
+    make_torchvision_importable()
+    from diffusers.training_utils import EMAModel
+
+    values = [torch.zeros(4, 8)]
+    ours, theirs = Average(values, 0.75), EMAModel([torch.nn.Parameter(one) for one in values], decay=0.75)
+    theirs.optimization_step = 1
+    generator = torch.Generator().manual_seed(1)
+    for taken in range(1, 41):  # the decay is at its end after 26 steps
+        values = [torch.randn(4, 8, generator=generator)]
+        ours.update(values, taken)
+        theirs.step([torch.nn.Parameter(one) for one in values])
+        assert torch.allclose(ours.means[0], theirs.shadow_params[0], atol=1e-6), taken
+    assert theirs.cur_decay_value == 0.75
 
 
 def test_a_scaled_step_in_fp16_is_the_step_itself() -> None:
