@@ -194,6 +194,19 @@ def test_training_sigmas_are_shifted_as_the_scheduler_is(source: ModelSource) ->
     assert middle.median().item() == pytest.approx(5 / 6, abs=0.03)
 
 
+def test_a_number_is_multiplied_with_the_schedulers_own_shift(source: ModelSource) -> None:
+    """The levels of a scheduler with the product, 0.6 times 5: 3 is what the model's authors draw with."""
+    moved, plain = (
+        draws.settings(source, RunConfig.model_construct(flow=flow, train=TrainSection()))
+        for flow in (FlowSection(shift=0.6), FlowSection())
+    )
+    wanted = FlowMatchEulerDiscreteScheduler(shift=3.0).sigmas
+    for position in range(20):
+        ours, own = (KANDINSKY5.draw(run, [position], {"mean": (1, 2, 2)}).sigma for run in (moved, plain))
+        (level,) = (plain.sigmas == own).nonzero()[0]
+        assert ours.item() == pytest.approx(wanted[level].item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("caption", [CAPTION, "", "  two birds\n in a   tree &amp; {braces}"])
 def test_text_is_encoded_as_the_pipeline_does(
     pipeline: Kandinsky5T2IPipeline, text_encoders: Any, caption: str

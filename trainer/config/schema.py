@@ -232,7 +232,8 @@ class FlowSection(Section):
     """Guidance value that a guidance-distilled model is told while it trains."""
     shift: Literal["auto", "resolution"] | Annotated[float, Field(gt=0)] = "auto"
     """Moves noise levels up: `auto` keeps the base model's training levels, `resolution` shifts them as its
-    pipeline does at the image's size, a number s gives s sigma / (1 + (s - 1) sigma)."""
+    pipeline does at the image's size, a number s gives s sigma / (1 + (s - 1) sigma) of those levels: a
+    shift that these have already is multiplied with it."""
 
 
 class FeaturesSection(Section):

@@ -11,6 +11,7 @@ import torch
 from trainer.config.schema import TrainSection
 from trainer.engine.optimizing.schedule import learning_rate
 from trainer.engine.optimizing.updater import Average, Updater
+from trainer.modeling.vision import make_torchvision_importable
 
 
 def parameters(dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
@@ -222,6 +223,34 @@ def test_the_state_of_8_bit_adamw_is_a_quarter() -> None:
     assert all(value.numel() == held["w"].numel() for value in moments)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_8_bit_moments_move_weights_as_bitsandbytes_does(dtype: torch.dtype) -> None:
+    """Tensors that are large enough for 8 bits, each for itself there, of a bf16 model in one here."""
+    from bitsandbytes.optim.adamw import AdamW8bit
+
+    def wide() -> dict[str, torch.nn.Parameter]:
+        generator = torch.Generator().manual_seed(0)
+        made = (torch.randn(64, 64 * more, generator=generator).to(dtype) for more in (1, 2))
+        return {name: torch.nn.Parameter(one) for name, one in zip(("a.w", "b.w"), made, strict=True)}
+
+    held = wide()
+    twins = [torch.nn.Parameter(value.detach().float()) for value in wide().values()]
+    train = TrainSection(adam_beta1=0.6, adam_beta2=0.7, weight_decay=0.4, max_grad_norm=1e9)
+    updater = Updater(held, train, "adamw_8bit")
+    oracle = AdamW8bit(twins, lr=1e-2, betas=(0.6, 0.7), eps=1e-8, weight_decay=0.4)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(12):
+        for parameter, twin in zip(held.values(), twins, strict=True):
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+            twin.grad = parameter.grad.float()
+        updater.accumulate()
+        updater.step(1e-2, torch.tensor(1.0))
+        oracle.step()
+    assert oracle.state[twins[0]]["state1"].dtype == torch.uint8
+    for found, twin in zip(updater.weights().values(), twins, strict=True):
+        assert torch.allclose(found, twin.detach(), atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_mean_of_the_weights_follows_them_and_gives_them_back(dtype: torch.dtype) -> None:
     held = parameters(dtype)
@@ -240,6 +269,23 @@ def test_the_mean_of_the_weights_follows_them_and_gives_them_back(dtype: torch.d
             assert not torch.equal(value, before[name])
             assert torch.allclose(value.float(), wanted[name].to(dtype).float(), rtol=1e-2, atol=1e-6)
     assert all(torch.equal(value, before[name]) for name, value in held.items())
+
+
+def test_the_mean_is_that_of_diffusers_a_step_earlier() -> None:
+    """`EMAModel` takes the weights alone in its first step; from there on its decays are ours."""
+    make_torchvision_importable()
+    from diffusers.training_utils import EMAModel
+
+    values = [torch.zeros(4, 8)]
+    ours, theirs = Average(values, 0.75), EMAModel([torch.nn.Parameter(one) for one in values], decay=0.75)
+    theirs.optimization_step = 1
+    generator = torch.Generator().manual_seed(1)
+    for taken in range(1, 41):  # the decay is at its end after 26 steps
+        values = [torch.randn(4, 8, generator=generator)]
+        ours.update(values, taken)
+        theirs.step([torch.nn.Parameter(one) for one in values])
+        assert torch.allclose(ours.means[0], theirs.shadow_params[0], atol=1e-6), taken
+    assert theirs.cur_decay_value == 0.75
 
 
 def test_a_scaled_step_in_fp16_is_the_step_itself() -> None:
