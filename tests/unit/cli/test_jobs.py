@@ -103,7 +103,7 @@ def test_only_runs_take_the_users_runtime_folder(
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield
     for signum, handler in before.items():
         signal.signal(signum, handler)
@@ -159,7 +159,7 @@ def test_what_would_stop_the_start_is_told_before_kernels_are_measured(
     assert said[trouble] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_before_the_start_ends_with_75(handlers: None, signum: signal.Signals) -> None:
     places.stop_before_start(Launch())
     with pytest.raises(StoppedError, match="before anything was started"):
