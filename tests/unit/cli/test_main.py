@@ -291,6 +291,17 @@ def test_our_own_bugs_keep_their_traceback() -> None:
         run(buggy, [])
 
 
+@pytest.mark.parametrize("refusal", [RuntimeError("can't start new thread"), BlockingIOError(11, "again")])
+def test_a_limit_of_processes_is_told(refusal: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    @click.command()
+    def limited() -> None:
+        raise refusal
+
+    assert run(limited, []) == ExitCode.HARDWARE
+    told = capsys.readouterr().err
+    assert "no more processes and threads can be started" in told and "ulimit -u" in told
+
+
 def test_the_number_a_command_returns_is_the_exit_code() -> None:
     @click.command()
     @click.argument("how")
