@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _CONTROL = "\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
@@ -175,3 +176,19 @@ class AccessError(TrainerError):
     """The base model is missing, gated or cannot be reached."""
 
     exit_code = ExitCode.NO_ACCESS
+
+
+@contextlib.contextmanager
+def starts_told() -> Iterator[None]:
+    """Turn the system's refusal of one more thread or process inside the block into HardwareError."""
+    try:
+        yield
+    except (BlockingIOError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and str(error) != "can't start new thread":
+            raise
+        raise HardwareError(
+            "no more processes and threads can be started",
+            where="this user's limit, or the container's",
+            remedy="raise it (`ulimit -u`, `docker run --pids-limit`, a pod's limit of its node), or end"
+            " other programs of this user, then start again to resume",
+        ) from error

@@ -15,8 +15,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from trainer.cli.commands import trainer
     from trainer.cli.errors import run
     from trainer.config.environment import without_plugins
+    from trainer.config.interpreter import require_utf8
     from trainer.telemetry.streams import outlive_readers
 
+    if arguments is None:
+        require_utf8()
     without_plugins()
     outlive_readers(stdout=False)
     code = run(trainer, arguments)

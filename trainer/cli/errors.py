@@ -11,7 +11,8 @@ import click
 
 from trainer.cli.output import print_error, say
 from trainer.config.secrets import shown
-from trainer.errors import MEANING, ConfigError, ExitCode, TrainerError
+from trainer.errors import MEANING, ConfigError, ExitCode, TrainerError, starts_told
+from trainer.telemetry.streams import ReaderGone
 
 _FILE_OPTIONS = frozenset({"config", "config_file", "config-file", "cfg"})
 """Options by which other trainers take a configuration file."""
@@ -30,7 +31,8 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        result = command.main(words, prog_name="trainer", standalone_mode=False)
+        with starts_told():
+            result = command.main(words, prog_name="trainer", standalone_mode=False)
         sys.stdout.flush()
     except TrainerError as error:
         return _told(error_text(error), error, words)
@@ -44,7 +46,7 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
     except click.Abort:
         say("interrupted", err=True)
         return _INTERRUPTED
-    except BrokenPipeError:
+    except ReaderGone:
         # the reader went away (`| head`): nothing more can be said, not even by the interpreter as it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE

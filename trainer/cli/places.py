@@ -18,7 +18,7 @@ from trainer.config.schema import changed
 from trainer.errors import ConfigError, ExitCode, StoppedError
 from trainer.machine import network
 from trainer.telemetry.status import BUDGET_SECONDS, Phase
-from trainer.telemetry.stop import die_with_parent
+from trainer.telemetry.stop import die_with_parent, heeded
 
 _LOOK_SECONDS = 1.0
 _TELL_AGAIN_SECONDS = 60.0
@@ -116,7 +116,7 @@ def _require_own(found: Hosts, address: str) -> None:
 
 
 def stop_before_start(launch: Launch) -> None:
-    """From now on SIGTERM and Ctrl-C end with 75, as they do later when the supervisor has taken over.
+    """Have SIGTERM, Ctrl-C and SIGHUP end with 75, as they do later when the supervisor has taken over.
 
     So does the end of a launcher, which would leave this process behind. Of several processes rank 0 says so.
     """
@@ -126,7 +126,7 @@ def stop_before_start(launch: Launch) -> None:
             sys.exit(ExitCode.STOPPED)
         raise StoppedError("stopped before anything was started", remedy="start it again")
 
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in heeded((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
         signal.signal(signum, stop)
     if launch.source:
         die_with_parent()

@@ -54,8 +54,13 @@ def require_writable_folder(path: Path, where: str) -> None:
     existing, error = nearest(path)
     if not error and existing != path and any(one.is_file() for one in (path, *path.parents)):
         error = "a file stands where a folder would have to be made"
+    remedy = "name a folder that this user may write"
+    if not error and existing != path:
+        below = next(one for one in (path, *path.parents) if one.parent == existing)
+        if below.is_symlink():  # to a disk that is not mounted, mostly
+            error = f"the link {below.name} leads nowhere: to {below.readlink()}"
+            remedy = "mount what it leads to, or correct the link"
     if error:
-        remedy = "name a folder that this user may write"
         raise ConfigError(f"{path} cannot be written: {existing}: {error}", where=where, remedy=remedy)
 
 

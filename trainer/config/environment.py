@@ -174,6 +174,16 @@ def number_gpus_by_slot() -> None:
         os.environ[DEVICE_ORDER] = BY_SLOT
 
 
+def begin_utf8() -> bool:
+    """Have the Python processes that are started from now on take all text for UTF-8, whatever the locale;
+    False where that was asked for already.
+    """
+    if os.environ.get("PYTHONUTF8") == "1":
+        return False
+    os.environ["PYTHONUTF8"] = "1"
+    return True
+
+
 def add_python_path(folder: str) -> None:
     """Have the Python processes that are started from now on import from `folder` as well."""
     others = os.environ.get("PYTHONPATH")
@@ -198,10 +208,26 @@ def switch(name: str, environ: Mapping[str, str] | None = None) -> bool | None:
     return found
 
 
+def at_home(path: str, name: str) -> Path:
+    """The value or default of the variable `name`, with the home folder in place of `~` at its start.
+
+    Raises ConfigError where that is not known: a user by a number alone, as containers have, without HOME.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        user = f"user {os.getuid()} has no home folder, and HOME is not set"
+        what = user if path.startswith("~/") else "there is no such user"
+        remedy = f"set HOME to a folder that this user can write, or {name} to a path from /"
+        raise ConfigError(f"{path}: {what}", where=name, remedy=remedy) from error
+
+
 def runtime_dir() -> Path:
     """Folder of status.json and metrics.prom, one for each user; it need not exist yet."""
     value = read("TRAINER_RUNTIME_DIR")
-    return Path(value).expanduser() if value else Path(tempfile.gettempdir()) / f"trainer-{os.getuid()}"
+    if value:
+        return at_home(value, "TRAINER_RUNTIME_DIR")
+    return Path(tempfile.gettempdir()) / f"trainer-{os.getuid()}"
 
 
 def make_runtime_dir() -> Path:
@@ -237,22 +263,22 @@ def user_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     """Folder for what can be computed again, outside any data set; it need not exist yet."""
     value = read("TRAINER_CACHE_DIR", environ)
     if value:
-        return Path(value).expanduser()
-    return Path(read("XDG_CACHE_HOME", environ) or "~/.cache").expanduser() / "trainer"
+        return at_home(value, "TRAINER_CACHE_DIR")
+    return at_home(read("XDG_CACHE_HOME", environ) or "~/.cache", "TRAINER_CACHE_DIR") / "trainer"
 
 
 def hub_cache_dir() -> Path:
     """Folder of repositories that were downloaded from the hub; it need not exist yet."""
     cache, home, base = read("HF_HUB_CACHE"), read("HF_HOME"), read("XDG_CACHE_HOME")
     if cache:
-        return Path(cache).expanduser()
-    folder = Path(home) if home else Path(base or "~/.cache") / "huggingface"
-    return folder.expanduser() / "hub"
+        return at_home(cache, "HF_HUB_CACHE")
+    folder = home or str(Path(base or "~/.cache", "huggingface"))
+    return at_home(folder, "HF_HOME") / "hub"
 
 
 def queue_dir() -> Path:
     """Folder of the queue's jobs; it need not exist yet."""
-    return Path(read("TRAINER_QUEUE_DIR") or "~/.local/state/trainer/queue").expanduser()
+    return at_home(read("TRAINER_QUEUE_DIR") or "~/.local/state/trainer/queue", "TRAINER_QUEUE_DIR")
 
 
 def cache_dir(config: RunConfig, environ: Mapping[str, str] | None = None) -> Path:

@@ -6,6 +6,7 @@ data set's folder for instance, would be executed.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,20 @@ from pathlib import Path
 from trainer.config import environment
 
 _PACKAGE_FOLDER = Path(__file__).parents[2]
+
+
+def require_utf8() -> None:
+    """Start this process anew in Python's UTF-8 mode where the locale's encoding is another one.
+
+    Names of files are bytes: in Latin-1 or in ASCII `ü.png` would be another picture than the one that its
+    row names, and than the one that a run began with. Processes that are started from here inherit the mode.
+    """
+    if sys.getfilesystemencoding() == "utf-8" or not environment.begin_utf8():
+        return
+    # its bytes: words that were decoded by a locale may be others when they are encoded
+    words = Path("/proc/self/cmdline").read_bytes().split(b"\0")[1:-1]
+    interpreter = python()[0]
+    os.execv(interpreter, [os.fsencode(interpreter), b"-X", b"utf8", *words])  # noqa: S606
 
 
 def python(*arguments: str) -> list[str]:

@@ -28,6 +28,7 @@ from trainer.errors import (
     PeerLostError,
     Problem,
     TrainerError,
+    starts_told,
 )
 from trainer.families import components, get
 from trainer.files import codec
@@ -66,7 +67,7 @@ def main(spec_path: str) -> int:
         silence()
     logger = logging.getLogger("trainer.run")
     try:
-        with placing(spec.sources):
+        with placing(spec.sources), starts_told():
             if spec.mode == "train":
                 _make_folder(config, spec, rank)
             samples = _scan(config, spec, status, stop) if spec.mode in ("train", "cache") else Samples()

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from types import FrameType
 
 from trainer.errors import ExitCode, OutOfMemoryError, StoppedError
@@ -21,6 +22,7 @@ _PR_SET_PDEATHSIG = 1
 _MEANS: dict[int, ExitCode] = {
     signal.SIGTERM: ExitCode.STOPPED,
     signal.SIGINT: ExitCode.STOPPED,
+    signal.SIGHUP: ExitCode.STOPPED,
     signal.SIGUSR1: ExitCode.OUT_OF_MEMORY,
 }
 
@@ -36,8 +38,8 @@ class StopFlag:
     """The exit code that the run was asked to end with; None to go on."""
 
     def install(self) -> None:
-        """Handle SIGTERM, SIGINT and SIGUSR1 from now on; call it on the main thread."""
-        for signum in _MEANS:
+        """Handle SIGTERM, SIGINT, SIGHUP and SIGUSR1 from now on; call it on the main thread."""
+        for signum in heeded(_MEANS):
             signal.signal(signum, self._on_signal)
 
     def uninstall(self) -> None:
@@ -61,6 +63,13 @@ class StopFlag:
                 remedy="end other processes or lower data.resolution, then start again to resume",
             )
         raise StoppedError(ON_REQUEST, remedy="start the same command again to resume")
+
+
+def heeded(signums: Iterable[int]) -> list[int]:
+    """Signals of `signums` that a process is to handle: SIGHUP, sent where a terminal closes or a session
+    ends, not where it is ignored already: `nohup` has work go on without them.
+    """
+    return [one for one in signums if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
 
 
 def die_with_parent(parent: int | None = None) -> None:

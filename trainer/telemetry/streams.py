@@ -24,6 +24,10 @@ _GONE = frozenset({errno.EPIPE, errno.EIO, errno.EBADF, errno.ECONNRESET, errno.
 _NAMES = ("stdin", "stdout", "stderr")
 
 
+class ReaderGone(Exception):
+    """Nobody reads a command's result any more. It is no OSError: click ends a command by those with 1."""
+
+
 class _LastingFile(io.FileIO):
     """A raw file that waits for its reader, also at a non-blocking pipe, and drops what cannot be written."""
 
@@ -49,9 +53,9 @@ class _ResultFile(_LastingFile):
     """A raw file for what a command was asked for."""
 
     def give_up(self, error: OSError) -> None:
-        """Raise BrokenPipeError where nobody reads it, StorageError for a disk."""
+        """Raise ReaderGone where nobody reads it, StorageError for a disk."""
         if isinstance(error, BrokenPipeError):
-            raise error
+            raise ReaderGone from error
         _lead_nowhere(self.fileno())  # what waits to be written would fail again at the process's end
         what = f"{error.strerror or error} while writing it"
         raise StorageError(what, where=_NAMES[self.fileno()], remedy="send it elsewhere") from error
@@ -84,9 +88,11 @@ def _over(kind: type[io.FileIO], stream: TextIO | None, descriptor: int) -> Text
     except OSError:  # text in memory
         return stream
     stream.flush()
+    # PYTHONIOENCODING may name an encoding that lacks letters: they are spelled out
+    errors = "backslashreplace" if stream.errors == "strict" else stream.errors
     # fmt: off
     return io.TextIOWrapper(
-        io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, newline="\n",
+        io.BufferedWriter(raw), encoding=stream.encoding, errors=errors, newline="\n",
         line_buffering=stream.line_buffering, write_through=stream.write_through,
     )
     # fmt: on

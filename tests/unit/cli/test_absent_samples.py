@@ -21,7 +21,7 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A start of its own folders, whose handlers of signals go with it."""
     monkeypatch.setenv("TRAINER_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setenv("TRAINER_METRICS_PORT", "0")
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield
     for signum, handler in before.items():
         signal.signal(signum, handler)

@@ -22,10 +22,11 @@ from safetensors.torch import save_file
 
 from trainer.cli import jobs, main, measure, places
 from trainer.cli.options import Layers
+from trainer.cli.targets import require_writable_folder
 from trainer.config.launchers import Launch
 from trainer.engine.probing import probe
 from trainer.engine.spec import Job, Mode
-from trainer.errors import StoppedError
+from trainer.errors import ConfigError, StoppedError
 from trainer.machine.facts import Facts
 from trainer.machine.reading import read_recorded
 from trainer.planning.plan import Plan
@@ -103,7 +104,7 @@ def test_only_runs_take_the_users_runtime_folder(
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield
     for signum, handler in before.items():
         signal.signal(signum, handler)
@@ -159,7 +160,18 @@ def test_what_would_stop_the_start_is_told_before_kernels_are_measured(
     assert said[trouble] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("target", ["disk/runs", "link"], ids=["not mounted", "loop"])
+def test_an_output_below_a_link_that_leads_nowhere_is_told_before_anything_is_read(
+    target: str, tmp_path: Path
+) -> None:
+    (tmp_path / "link").symlink_to(target)
+    for output in (tmp_path / "link", tmp_path / "link/run"):
+        with pytest.raises(ConfigError, match=f"the link link leads nowhere: to {target}") as told:
+            require_writable_folder(output, "--output")
+        assert told.value.problems[0].remedy == "mount what it leads to, or correct the link"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_before_the_start_ends_with_75(handlers: None, signum: signal.Signals) -> None:
     places.stop_before_start(Launch())
     with pytest.raises(StoppedError, match="before anything was started"):

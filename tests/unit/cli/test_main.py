@@ -164,10 +164,36 @@ def test_python_m_trainer() -> None:
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
-    command = f"{sys.executable} -m trainer config schema | head -n 1; exit ${{PIPESTATUS[0]}}"
-    result = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, text=True, capture_output=True)
-    assert result.returncode in (0, 141)
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-m", "trainer", "config", "schema"]
+    result = subprocess.run(command, cwd=REPOSITORY, text=True, stdout=theirs, stderr=subprocess.PIPE)
+    os.close(theirs)
+    assert result.returncode == 141
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1"}],
+    ids=["locale", "stream"],
+)
+def test_names_and_words_are_utf8_whatever_the_locale(surroundings: dict[str, str], tmp_path: Path) -> None:
+    words = ["config", "show", "日本.yaml", "--set", "validation.prompts=[ü]", "--output", "ü"]
+    config = (REPOSITORY / "train_configs/quickstart.yaml").read_text()
+    (tmp_path / "日本.yaml").write_text(config)
+    result = subprocess.run(
+        [sys.executable, "-m", "trainer", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **surroundings},
+        capture_output=True,
+    )
+    assert result.stderr == b""
+    assert result.returncode == 0
+    latin = "PYTHONIOENCODING" in surroundings
+    shown = result.stdout.decode("latin-1" if latin else "utf-8")
+    assert "- ü " in shown and "output_dir: ü " in shown
+    assert ("\\u65e5\\u672c.yaml" if latin else "日本.yaml") in shown
 
 
 def test_a_full_disk_behind_stdout_is_told() -> None:
@@ -263,6 +289,17 @@ def test_our_own_bugs_keep_their_traceback() -> None:
 
     with pytest.raises(RuntimeError, match="ours"):
         run(buggy, [])
+
+
+@pytest.mark.parametrize("refusal", [RuntimeError("can't start new thread"), BlockingIOError(11, "again")])
+def test_a_limit_of_processes_is_told(refusal: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    @click.command()
+    def limited() -> None:
+        raise refusal
+
+    assert run(limited, []) == ExitCode.HARDWARE
+    told = capsys.readouterr().err
+    assert "no more processes and threads can be started" in told and "ulimit -u" in told
 
 
 def test_the_number_a_command_returns_is_the_exit_code() -> None:

@@ -29,7 +29,7 @@ TWO = Hosts(count=2, number=1, address="127.0.0.1", port=7, source="TRAINER_NODE
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield
     for signum, handler in before.items():
         signal.signal(signum, handler)

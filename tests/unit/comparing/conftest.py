@@ -106,7 +106,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(child, "python", fake_python(found.script))
     monkeypatch.setattr(child, "_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(child, "_LOOK_SECONDS", 0.0)
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield found
     for signum, handler in handlers.items():
         signal.signal(signum, handler)

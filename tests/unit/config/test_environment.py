@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import pwd
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -17,6 +20,38 @@ def run_config(cache_dir: str | None = None) -> RunConfig:
     data = {"sets": [{"img_dir": "/a"}], "cache_dir": cache_dir}
     model = {"pretrained_model_name_or_path": "m"}
     return RunConfig.model_validate({"family": "f", "model": model, "data": data, "output_dir": "/out"})
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        (environment.user_cache_dir, "TRAINER_CACHE_DIR"),
+        (environment.hub_cache_dir, "HF_HOME"),
+        (environment.queue_dir, "TRAINER_QUEUE_DIR"),
+    ],
+)
+def test_a_user_without_a_home_folder(
+    folder: Callable[[], Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("HOME", "HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", *environment._PATHS):
+        monkeypatch.delenv(variable, raising=False)
+
+    def unknown(uid: int) -> NoReturn:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(ConfigError, match="has no home folder, and HOME is not set") as told:
+        folder()
+    assert told.value.problems[0].where == name
+    assert told.value.problems[0].remedy == (
+        f"set HOME to a folder that this user can write, or {name} to a path from /"
+    )
+
+
+def test_a_folder_at_the_home_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINER_RUNTIME_DIR", "~no-such-user/x")
+    with pytest.raises(ConfigError, match="there is no such user"):
+        environment.make_runtime_dir()
 
 
 def test_only_listed_names_are_read() -> None:

@@ -158,7 +158,7 @@ def test_a_rank_that_cannot_be_started_ends_those_before_it(
         return made[-1]
 
     monkeypatch.setattr(subprocess, "Popen", remembering)
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         with pytest.raises(OSError, match="too long"):
             supervise(

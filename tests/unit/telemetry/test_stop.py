@@ -14,7 +14,9 @@ from trainer.telemetry.stop import ASK_SIGNAL, MEMORY_SIGNAL, StopFlag
 
 @pytest.fixture
 def flag() -> Iterator[StopFlag]:
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = {signum: signal.getsignal(signum) for signum in handled}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     flag = StopFlag()
     flag.install()
     yield flag
@@ -27,12 +29,19 @@ def test_nothing_is_requested_without_a_signal(flag: StopFlag) -> None:
     flag.raise_if_requested()
 
 
-@pytest.mark.parametrize("signum", [ASK_SIGNAL, signal.SIGINT])
+@pytest.mark.parametrize("signum", [ASK_SIGNAL, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_signal_asks_for_75(flag: StopFlag, signum: signal.Signals) -> None:
     os.kill(os.getpid(), signum)
     assert flag.requested is ExitCode.STOPPED
     with pytest.raises(StoppedError, match="stopped on request"):
         flag.raise_if_requested()
+
+
+def test_a_terminal_that_closes_asks_nothing_under_nohup(flag: StopFlag) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    flag.install()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert flag.requested is None
 
 
 def test_the_memory_signal_asks_for_71(flag: StopFlag) -> None:

@@ -101,7 +101,7 @@ def test_a_native_crash_is_explained(start: Start) -> None:
     assert "SIGABRT: aborted by native code" in errors
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_request_reaches_the_child_and_75_is_passed_on(start: Start, signum: signal.Signals) -> None:
     run = start()
     run.child()
@@ -110,6 +110,20 @@ def test_a_stop_request_reaches_the_child_and_75_is_passed_on(start: Start, sign
     assert code == ExitCode.STOPPED
     assert (run.directory / "saved").read_text() == "STOPPED"
     assert f"{signum.name}: the run saves and ends" in errors
+
+
+def test_under_nohup_a_terminal_that_closes_changes_nothing(start: Start) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run = start()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    run.child()
+    run.process.send_signal(signal.SIGHUP)
+    run.process.terminate()
+    code, errors = run.end()
+    assert code == ExitCode.STOPPED
+    assert errors == "supervisor: SIGTERM: the run saves and ends\n"
 
 
 def test_a_stop_request_before_the_child_can_handle_it_gives_75(start: Start) -> None:

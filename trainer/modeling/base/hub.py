@@ -82,7 +82,7 @@ def cached(repository: str, revision: str | None) -> Path | None:
     from huggingface_hub import constants
 
     parts = ("models", *repository.split("/"))
-    cache = Path(constants.HF_HUB_CACHE).expanduser().resolve()
+    cache = environment.at_home(constants.HF_HUB_CACHE, "HF_HOME").resolve()
     folder, commit = cache / constants.REPO_ID_SEPARATOR.join(parts), revision or constants.DEFAULT_REVISION
     with refusal_told(cache):
         if not _COMMIT.fullmatch(commit):

@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-_ASKING = (signal.SIGTERM, signal.SIGINT)
+from trainer.telemetry.stop import heeded
+
+_ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @contextlib.contextmanager
 def collected() -> Iterator[list[tuple[float, int]]]:
-    """Collect SIGTERM and SIGINT with their times; the loop acts on them, since a handler must not print.
+    """Collect SIGTERM, SIGINT and SIGHUP with their times; the loop acts on them: a handler must not print.
 
     Afterwards they are ignored: the run has ended, and only its exit code is left to pass on. Some managers
     of processes ask several times.
@@ -23,7 +25,7 @@ def collected() -> Iterator[list[tuple[float, int]]]:
     def remember(signum: int, frame: FrameType | None) -> None:
         received.append((time.monotonic(), signum))
 
-    for signum in _ASKING:
+    for signum in heeded(_ASKING):
         signal.signal(signum, remember)
     try:
         yield received

@@ -80,10 +80,10 @@ def supervise(
     One process is started in each of `environments`, which are whole; the runtime folder is added. Rank 0 has
     the folder itself for its status and metrics, rank K `rank-K` in it. `port` None: no server. Of more
     `ranks`, the others' parents call `supervise_one` once `on_ready` was called here. `on_end` is called with
-    the exit code, and the cause where the child has not told it, while the folder is held. SIGTERM and SIGINT
-    ask the child to save and end (75), a second SIGINT kills it (130). One that is silent for two phase
-    budgets, or does not end within the save budget after it was asked, is killed (74); one that a signal
-    ended gives 71 for an OOM kill, else 128 + signal. Raises ConfigError when port or folder is taken,
+    the exit code, and the cause where the child has not told it, while the folder is held. SIGTERM, SIGINT
+    and SIGHUP ask the child to save and end (75), a second SIGINT kills it (130). One that is silent for two
+    phase budgets, or does not end within the save budget after it was asked, is killed (74); one that a
+    signal ended gives 71 for an OOM kill, else 128 + signal. Raises ConfigError when port or folder is taken,
     StoppedError when a run that was to end keeps the folder.
     """
     runtime_dir.mkdir(parents=True, exist_ok=True)

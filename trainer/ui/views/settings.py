@@ -141,13 +141,13 @@ def hub_token_file() -> Path:
     home = environment.read("HF_HOME") or Path(
         environment.read("XDG_CACHE_HOME") or "~/.cache", "huggingface"
     )
-    return Path(named or Path(home, "token")).expanduser()
+    return environment.at_home(named or str(Path(home, "token")), "HF_TOKEN_PATH")
 
 
 def webhook_file(studio: Studio) -> Path:
     """The file of the webhook's address: the one that runs read, else one of the studio's own."""
     named = environment.read(webhook.FILE_VARIABLE)
-    return Path(named).expanduser() if named else studio.folder / "webhook"
+    return environment.at_home(named, webhook.FILE_VARIABLE) if named else studio.folder / "webhook"
 
 
 def have_webhook_file(studio: Studio) -> None:
