@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from bench.processes import visible
 from tests.ranks import Workers, workers
@@ -28,6 +29,12 @@ if "GPU_TURNS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ and (found 
     # each worker's compiler would start as many processes as there are cores
     own = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, own)))
+
+# how long an example takes depends on what else the machine does
+settings.register_profile(
+    "any-machine", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any-machine")
 
 gc.disable()  # importing makes millions of objects and hardly any garbage: on again before the first test
 make_torchvision_importable()  # before any test module imports diffusers

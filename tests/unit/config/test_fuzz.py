@@ -50,14 +50,14 @@ def survives(file: Path, raw: bytes, overrides: list[str], environ: dict[str, st
         assert all(problem.where and problem.what and problem.remedy for problem in error.problems)
 
 
-@settings(max_examples=1300, deadline=None)
+@settings(max_examples=1300)
 @given(raw=st.binary(max_size=60) | yaml_like.map(str.encode))
 def test_any_file(file: Path, raw: bytes) -> None:
     survives(file, raw, [], {})
     survives(file, GOOD.encode() + raw, [], {})
 
 
-@settings(max_examples=700, deadline=None)  # each by three ways in
+@settings(max_examples=700)  # each by three ways in
 @given(key=keys, value=values)
 def test_any_value(file: Path, key: str, value: str) -> None:
     survives(file, GOOD.encode(), [f"{key}={value}"], {})

@@ -30,7 +30,7 @@ def by_pyyaml(text: str) -> object:
         return strict_yaml.parse(text, str)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @example("a:\tb")
 @example("[what is this? a dog]")
 @example("a: |# a comment\n  b")

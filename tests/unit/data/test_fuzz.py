@@ -20,7 +20,7 @@ from trainer.data.sets.metadata_files import read_metadata
 from trainer.data.sets.scan import scan_images
 from trainer.errors import DataError, TrainerError
 
-EXAMPLES = settings(max_examples=2_000, deadline=None)
+EXAMPLES = settings(max_examples=2_000)
 TINY = Image.new("RGB", (20, 16), (200, 30, 90))
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "AVIF")
 FILES = {name: encoded(TINY, name) for name in FORMATS}

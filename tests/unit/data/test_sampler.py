@@ -135,7 +135,6 @@ def test_samples_of_unequal_shapes_are_no_copies_of_one() -> None:
     views=st.integers(1, 3),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(deadline=None)
 def test_nothing_is_twice_in_a_step_unless_the_set_is_smaller(
     count: int, rows: int, repeats: int, views: int, seed: int
 ) -> None:
@@ -156,7 +155,7 @@ def test_nothing_is_twice_in_a_step_unless_the_set_is_smaller(
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(1, 5), st.integers(0, 2**32 - 1))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_shares_of_repeats_hold_and_few_wait(repeats: list[int], rows: int, seed: int) -> None:
     source = sampler(["k"] * len(repeats), repeats=repeats, batch_size=rows, seed=seed)
     count = 4 * -(-sum(repeats) // rows) + 2 * max(8, 2 * rows)
@@ -258,7 +257,6 @@ SHAPES = st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (3, 2)])
 
 
 @given(SIZES, st.integers(0, 2**32 - 1), SHAPES)
-@settings(deadline=None)
 def test_rows_are_never_too_full_and_nobody_is_left_out(
     sizes: list[int], seed: int, shape: tuple[int, int]
 ) -> None:
@@ -278,7 +276,6 @@ def test_rows_are_never_too_full_and_nobody_is_left_out(
 
 
 @given(SIZES, st.integers(0, 2**32 - 1), SHAPES)
-@settings(deadline=None)
 def test_rows_at_once_change_nothing_that_a_step_learns(
     sizes: list[int], seed: int, shape: tuple[int, int]
 ) -> None:
@@ -302,7 +299,6 @@ def test_rows_are_nearly_full(rows: int) -> None:
 
 
 @given(SIZES, st.integers(1, 60), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32 - 1))
-@settings(deadline=None)
 def test_nothing_is_twice_in_packed_rows_unless_the_set_is_smaller(
     sizes: list[int], capacity: int, rows: int, repeats: int, seed: int
 ) -> None:

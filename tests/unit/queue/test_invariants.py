@@ -240,7 +240,6 @@ TestQueue = Queue.TestCase
 TestQueue.settings = settings(
     max_examples=20,
     stateful_step_count=50,
-    deadline=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

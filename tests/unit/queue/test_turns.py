@@ -38,7 +38,7 @@ WANTED = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     wants=st.lists(WANTED, min_size=1, max_size=7),
     numbers=st.permutations(range(10)),

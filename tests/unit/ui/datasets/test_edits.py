@@ -44,7 +44,7 @@ def test_no_edit_of_two_writers_is_lost(studio: Studio) -> None:
     assert sorted(written) == sorted(["words", *(word for own in words for word in own)])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(before=st.binary(max_size=60) | st.none(), text=st.text(max_size=60))
 def test_an_edit_is_undone_to_the_byte(studio: Studio, before: bytes | None, text: str) -> None:
     """Whatever the file held, and as training reads what was written."""
