@@ -99,7 +99,13 @@ def test_a_request_that_comes_while_one_is_carried_out_is_not_lost(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", *(f'{{"asked_unix_seconds": {one}}}' for one in ('"x"', "NaN", 10**400))]
+    "text",
+    [
+        "",
+        "[]",
+        *(f'{{"asked_unix_seconds": {one}}}' for one in ('"x"', "NaN", 10**400)),
+        *(f'{{"asked_unix_seconds": 1, {one}}}' for one in ('"step": "1"', '"step": 1.5', '"done": 1')),
+    ],
 )
 def test_a_file_of_somebody_else_is_an_order_and_no_more(tmp_path: Path, text: str) -> None:
     (tmp_path / "control").mkdir()
