@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,3 +18,8 @@ def read_object(path: Path, most_bytes: int) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return raw if isinstance(raw, dict) else {}
+
+
+def is_finite(value: float) -> bool:
+    """True for a number that a float can hold: JSON has NaN, Infinity and whole numbers of any length."""
+    return abs(value) <= sys.float_info.max

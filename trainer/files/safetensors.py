@@ -74,7 +74,7 @@ def read_header(file: Path | BinaryIO) -> Header:
         metadata = dict(tensors.pop(_METADATA, {}))
         shapes = {name: tuple(entry["shape"]) for name, entry in sorted(tensors.items())}
         end = start + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise HeaderError(str(error)) from error
     return Header(tensors=tensors, shapes=shapes, metadata=metadata, start=start, end=end)
 

@@ -82,6 +82,9 @@ def weight_files(folder: Path) -> WeightFiles:
     )
 
 
+_NOT_AN_INDEX = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
 def _indexed(index: Path) -> tuple[set[str], int | None]:
     """Names of the files that an index speaks of, and the bytes of all tensors where it says them."""
     try:
@@ -91,7 +94,7 @@ def _indexed(index: Path) -> tuple[set[str], int | None]:
             raise ValueError("its weight_map does not name files beside it")
         total = content.get("metadata", {}).get("total_size")
         total = int(total) if total is not None else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, *_NOT_AN_INDEX) as error:
         raise AccessError(
             f"the index of the weight files cannot be read ({type(error).__name__}: {error})",
             where=str(index),

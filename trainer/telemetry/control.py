@@ -25,7 +25,7 @@ from typing import Any
 
 from trainer.errors import ConfigError, Problem, StorageError
 from trainer.files import atomic
-from trainer.files.json_object import read_object
+from trainer.files.json_object import is_finite, read_object
 from trainer.telemetry.run_folder import process
 
 _FOLDER = "control"
@@ -169,7 +169,7 @@ def forget(runtime_dir: Path) -> None:
 def _request(order: Order, raw: dict[str, Any]) -> Request | None:
     """A request from its file; None for one that is missing, or was not written by us."""
     asked, step, done = raw.get("asked_unix_seconds"), raw.get("step"), raw.get("done", "")
-    if not isinstance(asked, int | float) or not math.isfinite(asked):
+    if not isinstance(asked, int | float) or not is_finite(asked):
         return None
     if not isinstance(done, str) or not isinstance(step, int | None):
         return None

@@ -10,7 +10,6 @@ import dataclasses
 import enum
 import json
 import logging
-import math
 import os
 import statistics
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from trainer.config.secrets import redacted
 from trainer.errors import ExitCode, StorageError, meaning
 from trainer.files import atomic
+from trainer.files.json_object import is_finite
 from trainer.telemetry import locks
 
 STATUS_FILE = "status.json"
@@ -275,7 +275,7 @@ def _is_sound(raw: dict[str, object]) -> bool:
     numbers += [value for value in optional if value is not None]
     texts = (raw.get("cause"), raw.get("early_stop", ""))
     return all(isinstance(text, str) for text in texts) and all(
-        isinstance(value, int | float) and math.isfinite(value) for value in numbers
+        isinstance(value, int | float) and is_finite(value) for value in numbers
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.unit.data.pictures import encoded, picture, twelve_bit_tiff
-from trainer.data.pictures.images import claimed_size, fit, measure, read_image, to_pixels
+from trainer.data.pictures.images import claimed_size, fit, measure, read_image, read_mask, to_pixels
 from trainer.errors import DataError
 
 ORIENTATION = 0x0112
@@ -199,3 +199,15 @@ def test_the_original_colour_depth_survives() -> None:
     image = picture()
     buffer = io.BytesIO(encoded(image))
     assert Image.open(buffer).tobytes() == image.tobytes()
+
+
+@pytest.mark.parametrize("mode", ["LA", "RGBA"])
+def test_a_mask_whose_alpha_hides_nothing_is_its_grey(tmp_path: Path, mode: str) -> None:
+    """Painters save masks with an alpha channel; one that is transparent in a pixel has no one meaning."""
+    grey = quadrants().convert("L")
+    layer = grey.convert(mode)
+    opaque = read_mask(saved(tmp_path / "opaque.png", layer, "PNG"))
+    assert opaque.mode == "L" and np.array_equal(np.array(opaque), np.array(grey))
+    layer.putpixel((3, 3), (*layer.getpixel((3, 3))[:-1], 254))  # type: ignore[index]
+    with pytest.raises(DataError, match="transparent in places"):
+        read_mask(saved(tmp_path / "clear.png", layer, "PNG"))

@@ -331,6 +331,13 @@ def test_conversations_of_many_lengths_are_once_in_a_step_and_fill_it() -> None:
     assert sum(sizes[one.record] for one in flat(steps)) > 0.95 * 400 * 8192
 
 
+def test_many_short_samples_fill_every_step_without_one_that_is_there_twice() -> None:
+    """A step holds most of the set: dozens of copies wait where a new part of the epoch begins."""
+    steps = take(packing([1] * 300, 64, repeats=[3] * 300, accumulation=4), 35)
+    assert [len({one.record for one in of_step(step)}) for step in steps] == [256] * 35
+    assert [len(of_step(step)) for step in steps] == [256] * 35
+
+
 def test_one_that_is_repeated_far_more_often_than_others_still_fills_rows() -> None:
     """The repeated sample has the requested share of all samples, though a step may hold it twice."""
     sizes = [200, *[3900] * 6]

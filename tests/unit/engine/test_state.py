@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from trainer.config.schema import TrainSection
 from trainer.engine.optimizing.updater import Updater
 from trainer.engine.ranks import ALONE
 from trainer.engine.records import checkpoint
+from trainer.engine.records.early_stop import Patience
 from trainer.engine.stopwatch import Stopwatch
 from trainer.engine.training import state
 from trainer.engine.training.state import State, restore
 from trainer.errors import DataError
 from trainer.modeling.rows import Rows
+from trainer.telemetry.status import Phase
 
 
 def made() -> Updater:
@@ -40,6 +43,32 @@ def test_nothing_of_a_checkpoint_is_read_onto_the_device(tmp_path: Path) -> None
     assert torch.equal(second.parameters["w"], first.parameters["w"])
     state = first.state()
     assert state and all(torch.equal(value, state[name]) for name, value in second.state().items())
+
+
+def test_a_run_goes_on_with_the_sums_and_the_patience_of_its_checkpoint(tmp_path: Path) -> None:
+    """Else the next line of the log would leave out the steps before the stop, and a round count anew."""
+    updater = made()
+    updater.parameters["w"].grad = torch.full((64,), 0.5, dtype=torch.bfloat16)
+    updater.step(1e-2, torch.zeros(()))
+    waited = Patience(monitor="validation_loss", data="a", best=0.5, best_step=1, last_step=7, rounds=2)
+    snapshot = checkpoint.Snapshot(
+        step=7, interval_loss=2.5, interval_steps=3, fingerprint={}, early_stop=dataclasses.asdict(waited)
+    )
+    given: dict[str, Any] = {"least_bytes": 0, "keep": 1, "on_tensor": lambda: None}
+    folder = checkpoint.save(tmp_path, snapshot, *updater.saved(), **given)
+    beats: list[Phase] = []
+    context: Any = SimpleNamespace(
+        device="cpu", ranks=ALONE, status=SimpleNamespace(beat=beats.append), say=lambda text: None
+    )
+    found = restore(context, made(), cast("Any", SimpleNamespace(found=(folder, snapshot))))
+    assert (found.interval_loss.item(), found.interval_steps.item(), found.patience) == (2.5, 3, waited)
+    assert (found.step, found.saved_step, found.equal_step, found.saved_in) == (7, 7, 7, folder)
+    assert beats == [Phase.LOAD]
+    fresh = restore(context, made(), cast("Any", SimpleNamespace(found=None)))
+    assert (fresh.interval_loss.item(), fresh.interval_steps.item(), fresh.step) == (0.0, 0, 0)
+    assert (fresh.interval_samples, fresh.interval_tokens, fresh.interval_learned, fresh.timed_steps) == (
+        0,
+    ) * 4
 
 
 @pytest.mark.parametrize(

@@ -140,8 +140,9 @@ def of_a_library(kind: str, values: list[torch.nn.Parameter], settings: Any) -> 
     return Prodigy(values, use_bias_correction=True, safeguard_warmup=True, **settings)
 
 
+@pytest.mark.parametrize("clip", [1e9, 2.0])
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
-def test_every_setting_reaches_the_optimizer(kind: str, dtype: torch.dtype) -> None:
+def test_every_setting_reaches_the_optimizer(kind: str, dtype: torch.dtype, clip: float) -> None:
     """Values far from the defaults, and a rate that rises, against the libraries over values in fp32."""
     train = TrainSection(
         adam_beta1=0.6,
@@ -149,7 +150,7 @@ def test_every_setting_reaches_the_optimizer(kind: str, dtype: torch.dtype) -> N
         adam_epsilon=0.3,
         weight_decay=0.4,
         lr_warmup_steps=3,
-        max_grad_norm=1e9,
+        max_grad_norm=clip,
     )
     held, start = parameters(dtype), [value.detach().float() for value in parameters(dtype).values()]
     twins = [torch.nn.Parameter(value.clone()) for value in start]
@@ -161,11 +162,13 @@ def test_every_setting_reaches_the_optimizer(kind: str, dtype: torch.dtype) -> N
         for parameter, twin in zip(held.values(), twins, strict=True):
             assert parameter.grad is not None
             parameter.grad += 1.0
-            twin.grad = parameter.grad.float()
+            twin.grad = parameter.grad.float().clone()
         rate = peak * min(1.0, (step + 1) / 3)
         oracle.param_groups[0]["lr"] = rate
+        whole = torch.nn.utils.clip_grad_norm_(twins, clip)
         updater.accumulate()
-        updater.step(rate, torch.tensor(1.0))
+        norm, _ = updater.step(rate, torch.tensor(1.0))
+        assert norm.item() == pytest.approx(whole.item(), rel=1e-3)
         oracle.step()
     found = torch.stack([*updater.weights().values()]).float() - torch.stack(start)
     wanted = torch.stack(twins).detach() - torch.stack(start)

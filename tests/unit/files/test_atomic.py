@@ -50,6 +50,38 @@ def test_two_containers_do_not_share_a_temporary_file(
     assert path.read_text() == "first"
 
 
+@pytest.mark.parametrize("sync", [True, False])
+def test_all_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
+) -> None:
+    """After a power cut a name without its bytes would be an empty file in the place of the old one."""
+    path = tmp_path / "file"
+    events: list[tuple[str, int]] = []
+    real, rename = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        folder = stat.S_ISDIR(status.st_mode)
+        events.append(("folder", 0) if folder else ("bytes", status.st_size))
+        real(descriptor)
+
+    def renamed(source: Path, target: Path) -> Path:
+        events.append(("name", source.stat().st_size))
+        return rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    atomic.write_text(path, "text", sync=sync)
+    assert events == ([("bytes", 4), ("name", 4), ("folder", 0)] if sync else [("name", 4)])
+    events.clear()
+    atomic.copy_file(path, tmp_path / "copy")
+    assert events == [("bytes", 4)]
+    (tmp_path / ".model.old").mkdir()
+    events.clear()
+    assert atomic.put_back(tmp_path / "model") and events == [("folder", 0)]
+    assert not atomic.put_back(tmp_path / "model")
+
+
 def test_new_files_have_the_usual_mode(tmp_path: Path) -> None:
     usual = tmp_path / "usual"
     usual.touch()
@@ -57,8 +89,12 @@ def test_new_files_have_the_usual_mode(tmp_path: Path) -> None:
     assert (tmp_path / "file").stat().st_mode == usual.stat().st_mode
 
 
-def test_a_full_disk_is_told_with_its_exit_code_and_the_old_file_stays(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_with_its_exit_code_and_the_old_file_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "adapter.safetensors"
+    usage = shutil.disk_usage(tmp_path)._replace(free=1 << 29)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     path.write_bytes(b"old")
     with (
         pytest.raises(NoSpaceError, match="No space left on device") as caught,
@@ -69,7 +105,7 @@ def test_a_full_disk_is_told_with_its_exit_code_and_the_old_file_stays(tmp_path:
         full.write(b"new")
     assert caught.value.exit_code is ExitCode.NO_SPACE
     assert caught.value.problems[0].where == str(path)
-    assert "GiB free" in caught.value.problems[0].what
+    assert "(0.5 GiB free)" in caught.value.problems[0].what
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -107,8 +143,10 @@ def test_a_disk_that_fails_or_refuses_is_told_with_file_and_remedy(
     assert advice in problem.remedy
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
-    with pytest.raises(StorageError, match="while reading it"), atomic.reading_told(path):
+    with pytest.raises(StorageError, match="while reading it") as caught, atomic.reading_told(path):
         raise OSError(code, os.strerror(code))
+    advice = "let this user read it" if code in {errno.EACCES, errno.EPERM} else advice
+    assert advice in caught.value.problems[0].remedy
 
 
 def test_what_stands_in_the_way_is_told_and_stays(tmp_path: Path) -> None:
@@ -291,6 +329,33 @@ def test_a_folder_that_somebody_else_removes_as_well_is_gone(
     assert atomic.remove_folder(tmp_path / "model")
     assert atomic.remove_folder(tmp_path / "model")
     assert names(tmp_path) == []
+
+
+def test_a_folder_that_is_filled_while_it_is_removed_stays_for_a_later_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "model"
+    fill(target, "old")
+    real = os.unlink
+
+    def refilled(path: str, *, dir_fd: int | None = None) -> None:
+        real(path, dir_fd=dir_fd)
+        fill(target / "more", "again")
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refilled)
+        assert atomic.remove_folder(target) is False
+    assert names(tmp_path) == ["model"]
+    assert atomic.remove_folder(target) and names(tmp_path) == []
+
+
+def test_what_is_kept_aside_has_the_first_free_number(tmp_path: Path) -> None:
+    path, found = tmp_path / "file", []
+    for _ in range(4):
+        found.append(atomic.unused_name(path))
+        found[-1].symlink_to("nothing")
+    assert [one.name for one in found] == ["file", "file-2", "file-3", "file-4"]
 
 
 def test_a_folder_that_a_user_calls_old_is_left_alone(tmp_path: Path) -> None:

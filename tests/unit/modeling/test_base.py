@@ -147,6 +147,9 @@ def test_a_link_to_nothing_is_a_missing_file(tmp_path: Path) -> None:
         '{"weight_map": {"a": 1}}',
         '{"weight_map": {"a": "../other/model.safetensors"}}',
         '{"weight_map": {"a": "/model.bin"}}',
+        '{"weight_map": {"a": "a.safetensors", "b": "../b.safetensors"}}',
+        '{"weight_map": {"a": "a.safetensors"}, "metadata": {"total_size": 1e999}}',
+        "[" * 100_000,
     ],
 )
 def test_an_index_that_is_none_is_named(tmp_path: Path, index: str) -> None:

@@ -289,6 +289,14 @@ def test_frozen_linears_spare_no_more_than_was_counted_of_them() -> None:
     given: dict[str, Any] = {"compiled": False, "linear_inputs": True, "head": 0}
     spared = dict.fromkeys(blocks, (0, 10**12))
     assert activations(COUNTS, blocks, units, **given, spared=spared).whole == found().whole
+    # of what they keep beside, as with the adapter of another rank, nothing is spared
+    most, least = (
+        activations(
+            COUNTS, blocks, units, **{**given, "linear_inputs": bool(some)}, more=(2.0, 0.0, 0.0), spared=some
+        )
+        for some in (spared, {})
+    )
+    assert most.whole == least.whole
     whole, first = (
         activations(COUNTS, blocks, units, **given, spared=one).whole.blocks
         for one in ({}, {"image": (7, 0)})

@@ -17,6 +17,7 @@ from trainer.config.schema import RunConfig
 from trainer.data.sampler import Sampler
 from trainer.families import get
 from trainer.machine.facts import Facts
+from trainer.planning.choose.batching import smaller
 from trainer.planning.cost import roofline
 from trainer.planning.plan import Plan
 from trainer.planning.shapes.geometry import Geometry
@@ -101,6 +102,14 @@ def planned(config: Config, family: str, batch: int, **features: object) -> Plan
     return plan(asked, machine("h200"), geometry)
 
 
+@pytest.mark.parametrize("size", range(1, 13))
+def test_smaller_micro_batches_leave_the_samples_of_a_step(config: Config, size: int) -> None:
+    asked = config(train__train_batch_size=size, train__gradient_accumulation_steps=3)
+    found = [(one.train.train_batch_size, one.train.gradient_accumulation_steps) for one in smaller(asked)]
+    pairs = [(less, steps) for less in range(1, size) for steps in range(1, 37) if less * steps == size * 3]
+    assert found == [(less, steps) for less, steps in reversed(pairs) if steps % 3 == 0]
+
+
 @pytest.mark.parametrize(("family", "parts"), [("flux1_dev", "3.1"), ("qwen_image", "4.0")])
 def test_the_host_begins_every_micro_batch(config: Config, family: str, parts: str) -> None:
     """Eager blocks of several shapes take as long as the host takes for each of them."""
@@ -111,6 +120,8 @@ def test_the_host_begins_every_micro_batch(config: Config, family: str, parts: s
         f"4 samples, {parts} micro-batches where pictures are of six shapes" in row(four, "step_time").reason
     )
     assert "one micro-batch" in row(one, "step_time").reason
+    hours = one.step_milliseconds / 1000 / 3600 * 1500
+    assert f"; {hours:.1f} h for all 1500" in row(one, "step_time").reason and hours > 0.1
     compiled = planned(config, family, 4, compile=True, weights="fp8", compute="fp8")
     assert compiled.step_milliseconds < 0.8 * four.step_milliseconds
 

@@ -113,6 +113,12 @@ def test_views_of_pictures_that_nobody_has_looked_at_are_told_about(config: Conf
         Image.new("L", (16, 16)).save(tmp_path / "b" / f"{number}.png")
     found = count(with_sets(asked, large))
     assert found is not None and (found.in_epoch, found.exact) == (402, False)
+    whole = large.model_copy(update={"random_crop": 1})
+    square = DataSet(img_dir=tmp_path / "c", random_crop=4)
+    (tmp_path / "c").mkdir()
+    Image.new("L", (64, 64)).save(tmp_path / "c" / "0.png")
+    found = count(with_sets(asked, whole, square))
+    assert found is not None and (found.in_epoch, found.exact) == (202, True)
 
 
 def test_conversations_are_counted_about(config: Config, geometry: Geometry, tmp_path: Path) -> None:
@@ -132,3 +138,9 @@ def test_conversations_are_counted_about(config: Config, geometry: Geometry, tmp
     epochs = of_epochs(asked, 10)
     assert epochs.train.max_train_steps == 21
     assert "10 epochs of 20 are about 21 steps" in row(with_data(found, epochs), "data").reason
+    listed = tmp_path / "dataset_info.json"
+    columns = {"messages": "text"}
+    entry = {"file_name": table.name, "formatting": "sharegpt", "columns": columns}
+    listed.write_text(json.dumps({"d": entry}))
+    named = with_sets(asked, DataSet(chat_file=file), DataSet(dataset_info=listed, name="d", repeats=2))
+    assert count(named) == count(asked) is not None

@@ -89,6 +89,23 @@ def test_a_step_of_one_micro_batch_holds_less_than_one_of_several(geometry: Geom
     assert parts(full(rounds=1), few)["activations"] == 0
     # but for the fp32 copy of a parameter that its running mean is made of
     assert parts(full(rounds=1, averaged=True), few)["activations"] == 4 * 2 * GIB
+    trained, *others = few.components
+    pieces = dataclasses.replace(trained, shapes={"a": (1024, 1024, 1024), "b": (1024,)})
+    parted = dataclasses.replace(few, components=(pieces, *others))
+    assert parts(full(rounds=1, averaged=True), parted)["activations"] == 4 * GIB
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "recomputed", "blocks_kept"),
+    [(False, 0, 57), (True, 0, 1), (True, 19, 38), (True, 56, 1)],
+)
+def test_linears_in_rows_keep_what_they_read_in_each_block_that_is_not_recomputed(
+    geometry: Geometry, checkpointing: bool, recomputed: int, blocks_kept: int
+) -> None:
+    """Three linears that read one input keep it three times; of recomputed blocks one is there at a time."""
+    found = dataclasses.replace(geometry, linear_values=(57 * 10, 0, 57 * 30))
+    chosen = full(**FP8, ranks=2, checkpointing=checkpointing, recomputed=recomputed)
+    assert parts(chosen, found)["fp8 inputs"] == 20 * blocks_kept
 
 
 def test_fp8_has_a_gradient_in_two_layouts_until_it_is_counted(geometry: Geometry) -> None:

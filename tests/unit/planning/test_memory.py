@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tests.unit.planning.conftest import GIB, kept, way_of
+from trainer.modeling.storage.host_blocks import spread_blocks
 from trainer.planning.cost import disk, memory
 from trainer.planning.cost.storage import Storage
-from trainer.planning.shapes.geometry import ComponentGeometry, Geometry, Linears
+from trainer.planning.shapes.geometry import ComponentGeometry, Geometry, Linears, Stack
 
 NONE = kept(0, inputs=0, block=0)
 
@@ -111,6 +112,41 @@ def test_one_weight_at_a_time_is_unpacked(
 ) -> None:
     geometry = with_largest(geometry)
     assert rows(storage(**changes), geometry)[name] == 1024 * 4096 * bytes_a_value
+
+
+def test_nf4_is_unpacked_with_its_scales_as_bitsandbytes_unpacks_them(geometry: Geometry) -> None:
+    import torch
+    from bitsandbytes.functional import dequantize_4bit, dequantize_blockwise, quantize_4bit
+
+    largest = torch.zeros(1024, 4096, dtype=torch.bfloat16)
+    packed, state = quantize_4bit(largest, quant_type="nf4", compress_statistics=True)
+    scales, values = dequantize_blockwise(state.absmax, state.state2), dequantize_4bit(packed, state)
+    found = rows(storage(weights="nf4"), with_largest(geometry))
+    assert found["nf4 unpacked"] == values.nbytes + scales.nbytes == 1024 * 4096 * 2 + 1024 * 4096 // 64 * 4
+
+
+@pytest.mark.parametrize("group", [2, 3, 4, 8])
+def test_no_gpu_has_more_of_a_shared_base_than_is_planned(geometry: Geometry, group: int) -> None:
+    """Blocks of two sizes, dealt in turn as the run deals them."""
+    sizes = {"double": 20_000_000, "single": 10_000_000}
+    stacks = [
+        Stack(name=name, blocks=count, quantized=Linears(parameters=size), others=0, fp32=0)
+        for (name, size), count in zip(sizes.items(), (19, 38), strict=True)
+    ]
+    order = ("double",) * 19 + ("single",) * 38
+    of_each = dataclasses.replace(geometry.activations, stacks=order)
+    shared = dataclasses.replace(geometry, stacks=(stacks[1], stacks[0]), activations=of_each)
+    blocks: dict[str, Any] = {f"{name}.{number}": None for number, name in enumerate(order)}
+    for count in range(1, 58):
+        names = spread_blocks(blocks, count)
+        own = [names[first::group] for first in range(group)]
+        bytes_each = [sum(2 * sizes[name.split(".")[0]] for name in some) for some in own]
+        real = 4 * GIB - sum(bytes_each) + max(bytes_each)
+        found = memory.train_rows(storage(sharded=count, group=group, ranks=group), shared)
+        (base,) = (row for row in found if row.name == "base weights")
+        assert real <= base.bytes <= real + 2 * sizes["double"]
+        assert base.bytes == real or count < 57
+        assert base.detail.endswith(f"; without {count - len(own[0])} of 57 blocks")
 
 
 def test_a_transposed_copy_needs_no_transposing(geometry: Geometry) -> None:

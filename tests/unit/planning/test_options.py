@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from trainer.machine.reading import read_recorded
 from trainer.planning.choose.optimizers import second_beta_and_decay
 from trainer.planning.plan import Plan
 from trainer.planning.planning import plan_run
-from trainer.planning.shapes.adapters import adapter_parameters
+from trainer.planning.shapes.adapters import COUNTED_RANK, adapter_parameters, kept_bytes, spared_bytes
 from trainer.planning.shapes.geometry import Geometry
 
 MACHINES = Path(__file__).resolve().parents[2] / "golden" / "machines"
@@ -217,3 +218,21 @@ def test_a_full_fine_tune_in_bf16_has_split_masters_and_takes_any_beta_and_decay
 def test_beta_and_decay_are_adamws_usual_ones_unless_they_are_written() -> None:
     assert second_beta_and_decay(TrainSection()) == (0.999, 0.01)
     assert second_beta_and_decay(TrainSection(adam_beta2=0.95, weight_decay=0.0)) == (0.95, 0.0)
+
+
+def test_frozen_layers_spare_what_the_least_block_of_a_stack_reads() -> None:
+    frozen = {
+        "blocks.0.attn.to_q": (8, 4), "blocks.0.attn.to_k": (8, 4), "blocks.0.ff.up": (16, 4),
+        "blocks.1.attn.to_q": (8, 2), "blocks.1.ff.up": (16, 6), "blocks.1.ff.down": (6, 16),
+        "single.0.ff": (3, 5), "head": (9, 9),
+    }  # fmt: skip
+    found = spared_bytes(frozen, lambda name: 100 if name.endswith("down") else 10, re.compile(r".*attn.*"))
+    assert found == {"blocks": (2 * 10, 4 * 10), "single": (0, 5 * 10)}
+
+
+def test_layers_outside_of_blocks_keep_their_inputs_beside_those_of_the_blocks() -> None:
+    """The adapter's dropout: what is left of an input in bf16, and a byte of its mask."""
+    adapted = {"blocks.0.a": (8, 4), "blocks.0.b": (8, 4), "blocks.1.a": (8, 6), "head": (9, 7)}
+    lora = LoraSection(rank=COUNTED_RANK, dropout=0.1)
+    largest, beyond = kept_bytes(adapted, lora, lambda name: 10, 2)
+    assert (largest, beyond) == ({"blocks": 10 * 8 * 3}, 10 * 7 * 3)

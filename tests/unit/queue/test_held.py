@@ -28,3 +28,15 @@ def test_a_stop_from_outside_is_held_where_somebody_wants_it_or_nobody_asked_for
     assert queue.start_due() == []
     queue.release("1")
     assert [job.id for job in queue.start_due()] == [1]
+
+
+def test_a_job_that_is_forgotten_before_anybody_looked_gives_back_its_gpu(
+    queue: FakeLocal, machine: FakeMachine
+) -> None:
+    queue.submit([wanted("cats", (A,))])
+    queue.start_due()
+    machine.live()[0].end(0)
+    queue.forget("1")
+    queue.submit([wanted("dogs", (A,))])
+    assert [job.id for job in queue.start_due()] == [2]
+    assert not machine.wrong

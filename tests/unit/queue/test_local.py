@@ -248,10 +248,10 @@ def test_a_second_machine_is_refused_and_a_second_boot_is_not(
 def test_a_machine_keeps_its_queue_over_boots_that_a_container_began(
     queue: FakeLocal, machine: FakeMachine
 ) -> None:
-    for identity in (Machine(id="", boot="1"), Machine(id="m", boot="1"), Machine(id="m", boot="2")):
-        machine.identity = identity
-        queue.submit([wanted(f"run-{identity.boot}{identity.id}")])
-    assert len(queue.jobs()) == 3
+    for name, boot in (("", "1"), ("m", "1"), ("m", "2"), ("", "2")):  # a container once more
+        machine.identity = Machine(id=name, boot=boot)
+        queue.submit([wanted(f"run-{boot}{name}")])
+    assert len(queue.jobs()) == 4
 
 
 def test_a_file_that_cannot_be_used_is_told(queue: FakeLocal) -> None:

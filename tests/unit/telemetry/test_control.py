@@ -98,7 +98,15 @@ def test_a_request_that_comes_while_one_is_carried_out_is_not_lost(tmp_path: Pat
     assert (only.step, only.asked_unix_seconds) == (taken + 1, last.asked_unix_seconds)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"asked_unix_seconds": "x"}', '{"asked_unix_seconds": NaN}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        *(f'{{"asked_unix_seconds": {one}}}' for one in ('"x"', "NaN", 10**400)),
+        *(f'{{"asked_unix_seconds": 1, {one}}}' for one in ('"step": "1"', '"step": 1.5', '"done": 1')),
+    ],
+)
 def test_a_file_of_somebody_else_is_an_order_and_no_more(tmp_path: Path, text: str) -> None:
     (tmp_path / "control").mkdir()
     (tmp_path / "control/save.json").write_text(text)

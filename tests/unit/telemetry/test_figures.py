@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from trainer.telemetry.figures import ratio_of_medians, summed_up
+from trainer.telemetry.figures import Ratio, ratio_of_medians, summed_up
 
 
 def _all_medians(rounds: list[list[float]]) -> np.ndarray:
@@ -47,6 +47,11 @@ def test_rounds_that_are_mixed_are_no_difference() -> None:
     assert not mixed.rounds_apart and not mixed.tells_apart
     apart = ratio_of_medians([one[:1] * 30 for one in ours], [[90.0] * 30, [99.9] * 30])
     assert apart.rounds_apart and apart.tells_apart
+
+
+@pytest.mark.parametrize(("low", "high", "apart"), [(1.0, 1.1, False), (0.9, 1.0, False), (1.01, 1.1, True)])
+def test_an_interval_that_ends_at_one_tells_nothing_apart(low: float, high: float, apart: bool) -> None:
+    assert Ratio(value=1.0, low=low, high=high).tells_apart is apart
 
 
 def test_the_same_draw_each_time_and_a_scale() -> None:

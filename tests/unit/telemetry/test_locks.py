@@ -54,6 +54,20 @@ def test_a_living_run_is_not_waited_for(tmp_path: Path) -> None:
     assert locks.is_held(tmp_path / "absent") is None
 
 
+def test_the_holder_is_the_one_that_holds_it_now(tmp_path: Path) -> None:
+    path, before = tmp_path / "lock", {**locks.place(), "supervisor": 123456789}
+    with hold(path, [], supervisor=123456789):
+        assert locks.is_held_by(path, before)
+    assert not locks.is_held_by(path, before)
+    shorter = {**locks.place(), "supervisor": 1}
+    with hold(path, [], supervisor=1):
+        assert locks.is_held_by(path, shorter) and not locks.is_held_by(path, before)
+        there = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(9):
+            locks.is_held_by(path, shorter)
+        assert len(list(Path("/proc/self/fd").iterdir())) == there
+
+
 def test_a_lock_that_says_nothing_is_a_living_runs(tmp_path: Path) -> None:
     with hold(tmp_path / "lock", []) as descriptor:
         os.ftruncate(descriptor, 0)  # as 0.1.0 left it

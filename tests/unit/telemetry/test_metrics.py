@@ -91,6 +91,25 @@ def test_every_metric_of_the_table_is_served_with_its_value(tmp_path: Path) -> N
     assert (held, ("rank", "0")) not in values, "it has not loaded yet"
 
 
+def test_each_value_of_a_record_is_served_under_its_own_name(tmp_path: Path) -> None:
+    wanted = {
+        "step": 30, "planned_steps": 100, "loss": 0.5, "learning_rate": 0.125, "grad_norm": 2.5,
+        "device_memory_peak_bytes": 7, "device_memory_reserved_bytes": 8, "model_tflops": 9.5,
+        "tokens_per_second": 11.5, "learned_tokens_per_second": 12.5, "validation_loss": 13.5,
+        "validation_perplexity": 14.5, "validation_token_accuracy": 0.75,
+    }  # fmt: skip
+    counts = {"samples": 21, "tokens": 22, "learned_tokens": 23}
+    one = dataclasses.replace(record(30), **wanted, **counts, mfu=0.25, compute_seconds_per_step=0.375)
+    metrics = RunMetrics(tmp_path)
+    metrics.record(one)
+    metrics.record(one)
+    families = text_string_to_metric_families((tmp_path / METRICS_FILE).read_text())
+    served = {sample.name: sample.value for family in families for sample in family.samples}
+    assert {name: served[f"trainer_{name}"] for name in wanted} == wanted
+    assert {name: served[f"trainer_{name}_total"] / 2 for name in counts} == counts
+    assert (served["trainer_mfu_ratio"], served["trainer_compute_step_seconds"]) == (0.25, 0.375)
+
+
 def test_promtool_accepts_the_text(tmp_path: Path) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:

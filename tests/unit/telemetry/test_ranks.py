@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
@@ -257,6 +258,19 @@ def test_the_rank_that_is_behind_is_named(status: Make) -> None:
     behind = verdict_of_ranks([status(400.0, step=6), status(400.0, step=5), status(400.0, step=6)], 1000.0)
     assert not behind.healthy
     assert behind.reason.startswith("rank 1: no heartbeat for 400.0 s in phase train 5/9")
+    alike = verdict_of_ranks([status(350.0), status(400.0), status(375.0)], 1000.0)
+    assert alike.reason.startswith("rank 1: ")
+
+
+def test_a_rank_of_another_host_has_its_number_among_all(status: Make) -> None:
+    here = [dataclasses.replace(status(age), first_rank=4, ranks=2) for age in (2.0, 400.0)]
+    assert verdict_of_ranks(here, 1000.0).reason.startswith("rank 5: ")
+
+
+def test_a_run_is_ready_when_all_of_its_ranks_are(status: Make) -> None:
+    trains, loads = status(), status(phase=Phase.LOAD)
+    found = [verdict_of_ranks(ranks, 1000.0) for ranks in ([trains, loads], [loads, trains], [trains] * 2)]
+    assert [(one.healthy, one.ready) for one in found] == [(True, False), (True, False), (True, True)]
 
 
 def test_a_rank_that_is_done_is_not_the_one_that_works(status: Make) -> None:

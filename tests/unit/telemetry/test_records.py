@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,17 @@ def test_a_line_per_record_is_readable_at_once(tmp_path: Path) -> None:
     assert (first["step"], first["loss"], first["device_memory_peak_bytes"]) == (10, 0.5, 123)
     assert "validation_loss" not in first
     assert (second["loss"], second["validation_loss"]) == (None, 0.75)
+    log.close()
+
+
+def test_lines_are_on_the_disk_after_a_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is saved after it: after a power cut no step before the checkpoint's is missing."""
+    path, synced = tmp_path / "metrics.jsonl", list[int]()
+    log = MetricsLog(path)
+    log.record(record(1))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    log.sync()
+    assert synced == [path.stat().st_size] != [0]
     log.close()
 
 

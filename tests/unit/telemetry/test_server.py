@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import ConfigError, ExitCode
-from trainer.telemetry.status import Verdict
+from trainer.telemetry.status import Phase, Status, Verdict
 from trainer.telemetry.supervising import server as server_module
 from trainer.telemetry.supervising.server import metrics_text, require_free, serving
 
@@ -48,12 +48,39 @@ def test_answers_follow_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
         assert get(port, "/healthz") == (200, "phase cache\n")
         assert get(port, "/readyz") == (503, "phase cache\n")
         assert get(port, "/metrics?x=1") == (200, "text\n")
-        assert get(port, "/metrics", "HEAD") == (200, "")
         assert get(port, "/etc/passwd")[0] == 404
         assert get(port, "/metrics", "POST")[0] == 501
     with server(SICK) as port:
         assert get(port, "/healthz") == (503, "no heartbeat\n")
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_an_answer_has_the_bytes_that_it_announces_and_a_head_none(method: str) -> None:
+    said = Verdict(healthy=True, ready=False, reason="Füße \u732b")
+    with server(said) as port, socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        client.sendall(f"{method} /healthz HTTP/1.0\r\n\r\n".encode())
+        head, _, body = b"".join(iter(lambda: client.recv(4096), b"")).partition(b"\r\n\r\n")
+    announced = f"{said.reason}\n".encode()
+    assert f"Content-Length: {len(announced)}".encode() in head.splitlines()
+    assert body == (announced if method == "GET" else b"")
+
+
+def test_a_run_that_is_healthy_and_not_ready_is_served_so_with_the_newest_beat(tmp_path: Path) -> None:
+    first, second = (
+        Status(
+            phase=Phase.CACHE, beat=1.0, beat_unix_seconds=beat, boot_id="", pid=1, started_unix_seconds=1.0
+        )
+        for beat in (50.0, 100.0)
+    )
+    for ranks in ([first, second, None], [second, first]):
+        text = metrics_text(
+            tmp_path, version="1", child_up=False, verdict=CACHING, ranks=ranks, first_rank=0,
+            unified_memory=False, available=None,
+        )  # fmt: skip
+        lines = text.splitlines()
+        assert "trainer_healthy 1.0" in lines and "trainer_child_up 0.0" in lines
+        assert "trainer_heartbeat_timestamp_seconds 100.0" in lines
 
 
 def test_a_client_that_says_nothing_blocks_nobody() -> None:

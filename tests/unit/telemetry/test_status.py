@@ -120,9 +120,10 @@ def test_a_damaged_status_counts_as_none(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("beat", "soon"), ("beat", None), ("beat", float("nan")), ("beat", [1]), ("step", "4"), ("pid", {}),
-     ("exit_code", "0"), ("median_step_seconds", float("inf")), ("cause", 3), ("phase", ["train"]),
-     ("device_memory_reserved_peak_bytes", "1")],
+    [("beat", "soon"), ("beat", None), ("beat", float("nan")), ("beat", [1]), ("beat", 10**400),
+     ("step", "4"), ("pid", {}), ("exit_code", "0"), ("median_step_seconds", float("inf")), ("cause", 3),
+     ("phase", ["train"]), ("device_memory_reserved_peak_bytes", "1"), ("ranks", "2"), ("ranks", 0),
+     ("ranks", 1025), ("first_rank", "1"), ("first_rank", -1), ("first_rank", 1025)],
 )  # fmt: skip
 def test_a_status_with_a_value_that_cannot_be_judged_counts_as_none(
     tmp_path: Path, key: str, value: object
@@ -188,6 +189,20 @@ def test_the_median_is_that_of_whole_steps(tmp_path: Path) -> None:
     assert status is not None
     assert status.median_step_seconds == 40
     assert budget_seconds(status) == 400
+
+
+def test_the_time_of_saves_is_no_part_of_a_step(tmp_path: Path) -> None:
+    """Else a run that saves after each step would be taken for hung ten saves later."""
+    clock = Clock()
+    writer = StatusWriter(tmp_path, interval_seconds=0.0, clock=clock)
+    for _ in range(5):
+        writer.beat(Phase.SAVE)
+        clock.now += 1000
+        writer.beat(Phase.TRAIN)
+        clock.now += 40
+        writer.beat(Phase.TRAIN, item_done=True)
+    status = read_status(tmp_path)
+    assert status is not None and status.median_step_seconds == 40
 
 
 def test_beats_of_one_second_are_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,7 @@ def _base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:
         detail += f"; without {storage.swapped} of {geometry.blocks} blocks"
     if storage.sharded:
         whole, _ = elsewhere_bytes(storage, geometry)
-        others = storage.sharded // storage.group * (storage.group - 1)
+        others = storage.sharded - -(-storage.sharded // storage.group)
         size = max(0, size - whole + _own_bytes(storage, geometry))
         detail += f"; without {others} of {geometry.blocks} blocks"
     return MemoryRow("base weights", size, detail)

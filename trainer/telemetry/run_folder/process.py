@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 from trainer.config.secrets import redacted
 from trainer.errors import Problem, TrainerError, meaning, one_line
 from trainer.files import atomic
-from trainer.files.json_object import read_object
+from trainer.files.json_object import is_finite, read_object
 from trainer.telemetry import locks
 from trainer.telemetry.rundir import CONFIG_FILE, LOCK_FILE
 from trainer.telemetry.status import LOCK_FILE as RUNTIME_LOCK
@@ -150,7 +149,7 @@ def _is_sound(process: Process) -> bool:
     return (
         all(isinstance(one, str) for one in words)
         and all(isinstance(one, int) for one in whole)
-        and all(isinstance(one, int | float) and math.isfinite(one) for one in times)
+        and all(isinstance(one, int | float) and is_finite(one) for one in times)
         and all(one_line(name) == name for name in (process.runtime_dir, process.working_folder))
     )
 
