@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,6 +60,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup() -> None:
     freeze_libraries(len(sys.modules) // 100)
+
+
+HANDLERS = {
+    signum: signal.getsignal(signum)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+}
+"""Handlers of the signals that a run takes."""
+
+
+@pytest.fixture(autouse=True)
+def signals_put_back() -> Iterator[None]:
+    """Handlers as they were, after a test with a run's own. What is ignored would be so in later children."""
+    yield
+    for signum, handler in HANDLERS.items():
+        signal.signal(signum, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

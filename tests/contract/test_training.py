@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -235,16 +235,6 @@ def test_a_folder_is_held_out_and_may_change_between_stop_and_resume(
     assert not different(files(job.folder, "lora/*"), files(straight.folder, "lora/*"))
 
 
-@pytest.fixture
-def signals_put_back() -> Iterator[None]:
-    """Handlers as they were, after a test that installs a run's own."""
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    yield
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
-
-
-@pytest.mark.usefixtures("signals_put_back")
 @pytest.mark.parametrize("case", LORA_CASES, ids=str)
 def test_a_stop_in_the_validation_before_the_first_step_leaves_nothing(
     case: Case, workshop: Workshop, tmp_path: Path
@@ -262,7 +252,6 @@ def test_a_stop_in_the_validation_before_the_first_step_leaves_nothing(
     assert not list((job.folder / "samples").glob("*"))
 
 
-@pytest.mark.usefixtures("signals_put_back")
 @pytest.mark.parametrize(
     ("case", "moment"),
     [

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,10 @@ from trainer.modeling.base.tokenizer_files import fitting_templates, lacks_templ
 
 
 @pytest.fixture(autouse=True)
-def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A start of its own folders, whose handlers of signals go with it."""
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start of its own folders."""
     monkeypatch.setenv("TRAINER_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setenv("TRAINER_METRICS_PORT", "0")
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    yield
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
 
 
 def written(folder: Path, base: Path, sets: str) -> Path:

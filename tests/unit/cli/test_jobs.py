@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,16 +102,8 @@ def test_only_runs_take_the_users_runtime_folder(
     assert not list((tmp_path / "runtime").iterdir())
 
 
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    yield
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
-
-
 def test_a_launcher_of_another_number_is_told_before_a_folder_is_touched(
-    handlers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRAINER_RUNTIME_DIR", str(tmp_path / "runtime"))
@@ -129,7 +121,6 @@ def test_a_launcher_of_another_number_is_told_before_a_folder_is_touched(
 @pytest.mark.parametrize("trouble", ["port", "address", "runtime folder", "output folder"])
 def test_what_would_stop_the_start_is_told_before_kernels_are_measured(
     trouble: str,
-    handlers: None,
     seen: Seen,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -172,7 +163,7 @@ def test_an_output_below_a_link_that_leads_nowhere_is_told_before_anything_is_re
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_stop_before_the_start_ends_with_75(handlers: None, signum: signal.Signals) -> None:
+def test_a_stop_before_the_start_ends_with_75(signum: signal.Signals) -> None:
     places.stop_before_start(Launch())
     with pytest.raises(StoppedError, match="before anything was started"):
         os.kill(os.getpid(), signum)

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,6 @@ from trainer.planning.planning import plan_run
 from trainer.telemetry.supervising import runtime_folder, supervisor
 
 TWO = Hosts(count=2, number=1, address="127.0.0.1", port=7, source="TRAINER_NODES")
-
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    yield
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
 
 
 @pytest.fixture

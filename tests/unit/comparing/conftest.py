@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,7 @@ def variants_of(*overrides: str, config: str = "quickstart.yaml", machine: str =
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A quiet machine whose runs end well."""
     found = Bench(folder=tmp_path / "bench")
     found.folder.mkdir()
@@ -106,10 +105,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(child, "python", fake_python(found.script))
     monkeypatch.setattr(child, "_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(child, "_LOOK_SECONDS", 0.0)
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    yield found
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
+    return found
 
 
 def fake_python(script: Path) -> Callable[..., list[str]]:

@@ -159,19 +159,14 @@ def test_a_rank_that_cannot_be_started_ends_those_before_it(
         return made[-1]
 
     monkeypatch.setattr(subprocess, "Popen", remembering)
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    try:
-        with pytest.raises(OSError, match="too long"):
-            supervise(
-                [sys.executable, "-c", "import time; time.sleep(60)"],
-                environments=[dict(os.environ), {**os.environ, "HUGE": "x" * 2**18}],
-                runtime_dir=tmp_path / "runtime",
-                port=None,
-                unified_memory=False,
-            )
-    finally:
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
+    with pytest.raises(OSError, match="too long"):
+        supervise(
+            [sys.executable, "-c", "import time; time.sleep(60)"],
+            environments=[dict(os.environ), {**os.environ, "HUGE": "x" * 2**18}],
+            runtime_dir=tmp_path / "runtime",
+            port=None,
+            unified_memory=False,
+        )
     (child,) = made
     assert child.wait(timeout=10) == -signal.SIGKILL
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,15 +12,11 @@ from trainer.telemetry.stop import ASK_SIGNAL, MEMORY_SIGNAL, StopFlag
 
 
 @pytest.fixture
-def flag() -> Iterator[StopFlag]:
-    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-    before = {signum: signal.getsignal(signum) for signum in handled}
+def flag() -> StopFlag:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     flag = StopFlag()
     flag.install()
-    yield flag
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
+    return flag
 
 
 def test_nothing_is_requested_without_a_signal(flag: StopFlag) -> None:

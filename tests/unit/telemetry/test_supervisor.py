@@ -113,11 +113,8 @@ def test_a_stop_request_reaches_the_child_and_75_is_passed_on(start: Start, sign
 
 
 def test_under_nohup_a_terminal_that_closes_changes_nothing(start: Start) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        run = start()
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    run = start()
     run.child()
     run.process.send_signal(signal.SIGHUP)
     run.process.terminate()
