@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -32,12 +33,12 @@ from bench.processes import REPOSITORY, VISIBLE
 from bench.record import update_table
 from trainer import families
 from trainer.config import environment
+from trainer.errors import HardwareError
 from trainer.machine import description, idle
-from trainer.machine.occupancy import gpu_uses
 from trainer.queue import jobfiles
 from trainer.queue.launcher import CPU
-from trainer.queue.local import Local
-from trainer.telemetry.sinks.records import METRICS_LOG
+from trainer.queue.local import Local, usable_gpus
+from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 
 COLUMNS = ("family", "job", "GPUs", "began", "ended", "exit code", "proved", "steps", "as it must", "said")
 FOREIGN = """
@@ -212,8 +213,7 @@ class Trial:
 
     @staticmethod
     def _steps(run: Path) -> int:
-        path = run / METRICS_LOG
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        rows = read_metrics(run / METRICS_LOG)
         return max((row["step"] for row in rows if "seconds_per_step" in row), default=0)
 
 
@@ -223,9 +223,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.base = types.require_base(options.base, "--base")
     gpus: tuple[str, ...] = (CPU,)
     if environment.read("TRAINER_PROFILE") != "cpu":
-        idle.require_gpu(remedy="use a machine with two; TRAINER_PROFILE=cpu tries it on a CPU")
-        gpus = tuple(gpu.uuid for gpu in gpu_uses())[:2]
+        remedy = "use a machine with two; TRAINER_PROFILE=cpu tries it on a CPU"
+        idle.require_gpu(remedy=remedy)
+        gpus = tuple(gpu.uuid for gpu in usable_gpus())[:2]
+        if len(gpus) < 2:
+            raise HardwareError("one GPU alone is visible: no job could have another", remedy=remedy)
     work = options.work / f"queue-{options.family}"
+    shutil.rmtree(work, ignore_errors=True)  # runs that go on would show nothing
     work.mkdir()
     rows = [{"family": options.family, **row} for row in Trial(options=options, gpus=gpus, work=work).run()]
     for row in rows:

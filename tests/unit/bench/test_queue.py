@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bench import queue
-from tests.unit.bench.test_stops import TINY, given, rows_of
+from tests.unit.bench.test_stops import TINY, rows_of
 from trainer.queue.launcher import CPU
-
-__all__ = ["given"]
+from trainer.telemetry.sinks.records import METRICS_LOG
 
 
 @pytest.mark.slow
@@ -23,6 +25,37 @@ def test_four_jobs_take_turns(given: list[str], tmp_path: Path) -> None:
     ]
     assert {row["as it must"] for row in rows} == {"yes"}
     assert str(tmp_path) not in (tmp_path / "record.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("sightings", "free", "verdicts"),
+    [
+        ([{2: "b"}, {1: "a", 2: "b"}, {3: "ab"}, {4: "a"}], 0.5, "yes yes yes yes"),
+        (
+            [{2: "b"}, {1: "a", 2: "b"}, {3: "ab"}, {4: "a"}],
+            2.5,
+            "no yes yes yes",
+        ),  # another program was there
+        ([{2: "b"}, {1: "a", 2: "b"}, {2: "b", 3: "ab"}, {4: "a"}], 0.5, "yes no no yes"),  # one GPU for two
+        ([{2: "b"}, {1: "a", 2: "b"}, {4: "a"}, {3: "ab"}], 0.5, "yes yes yes no"),  # out of turn
+        ([{2: "b"}, {1: "b"}, {3: "ab"}, {4: "a"}], 0.5, "no yes yes yes"),  # not where it was asked for
+        ([{2: "b"}, {1: "a"}, {3: "ab"}], 0.5, "yes yes yes no"),  # never there
+    ],
+)
+def test_what_was_seen_is_judged(
+    sightings: list[dict[int, str]], free: float, verdicts: str, tmp_path: Path
+) -> None:
+    trial = queue.Trial(options=argparse.Namespace(), gpus=["a", "b"], work=tmp_path, free=free, said="waits")
+    jobs = [(SimpleNamespace(id=number, start=1), SimpleNamespace(words="")) for number in range(1, 5)]
+    local: Any = SimpleNamespace(jobs=lambda: jobs, log=lambda job: "Proved: it loads")
+    trial.local = local
+    for number in range(1, 5):
+        (tmp_path / f"job-{number}/lora").mkdir(parents=True)
+        (tmp_path / f"job-{number}/lora/run.safetensors").touch()
+        (tmp_path / f"job-{number}" / METRICS_LOG).touch()
+    for moment, seen in enumerate(sightings, 1):
+        trial.seen.add(float(moment), {job: set(gpus) for job, gpus in seen.items()})
+    assert " ".join(row["as it must"] for row in trial.judged()) == verdicts
 
 
 def process(proc: Path, number: int, **environ: str) -> None:

@@ -20,14 +20,6 @@ def rows_of(path: Path) -> list[dict[str, str]]:
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
-@pytest.fixture
-def given(tiny_flux1_dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setenv("TRAINER_PROFILE", "cpu")
-    monkeypatch.setenv("TRAINER_CACHE_DIR", str(tmp_path / "cache"))
-    record = ["--record", str(tmp_path / "record.json"), "--month", "2026-11"]
-    return ["flux1_dev", "--base", str(tiny_flux1_dev), "--work", str(tmp_path), *record]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_runs_of_two_processes_are_stopped_killed_and_launched(given: list[str], tmp_path: Path) -> None:
