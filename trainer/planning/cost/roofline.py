@@ -38,6 +38,7 @@ _HOPPER_FLASH = 0.28
 _RATES: tuple[tuple[str, Rates], ...] = (
     ("GH200", Rates(bf16=989, fp8=1979, bandwidth=4.0, flash=_HOPPER_FLASH)),
     ("H200", Rates(bf16=989, fp8=1979, bandwidth=4.8, flash=_HOPPER_FLASH)),
+    ("H200 NVL", Rates(bf16=835, fp8=1671, bandwidth=4.8, flash=_HOPPER_FLASH)),
     ("H100 PCIe", Rates(bf16=756, fp8=1513, bandwidth=2.0, flash=_HOPPER_FLASH)),
     ("H100 NVL", Rates(bf16=835, fp8=1671, bandwidth=3.9, flash=_HOPPER_FLASH)),
     ("H100", Rates(bf16=989, fp8=1979, bandwidth=3.35, flash=_HOPPER_FLASH)),
@@ -46,11 +47,21 @@ _RATES: tuple[tuple[str, Rates], ...] = (
     ("A100-PCIE-40GB", Rates(bf16=312, fp8=0, bandwidth=1.56)),
     ("A100", Rates(bf16=312, fp8=0, bandwidth=2.0)),
     ("L40S", Rates(bf16=362, fp8=733, bandwidth=0.86)),
+    ("L40", Rates(bf16=181, fp8=362, bandwidth=0.86)),
+    ("L4", Rates(bf16=121, fp8=242, bandwidth=0.3)),
+    ("A40", Rates(bf16=150, fp8=0, bandwidth=0.7)),
+    ("A10", Rates(bf16=125, fp8=0, bandwidth=0.6)),
+    ("RTX PRO 6000 Blackwell", Rates(bf16=504, fp8=1008, bandwidth=1.79)),
     ("RTX 6000 Ada", Rates(bf16=364, fp8=728, bandwidth=0.96)),
-    ("RTX 5090", Rates(bf16=209, fp8=419, bandwidth=1.79)),
-    ("RTX 4090", Rates(bf16=165, fp8=330, bandwidth=1.01)),
-    ("RTX 3090", Rates(bf16=71, fp8=0, bandwidth=0.94)),
     ("RTX A6000", Rates(bf16=155, fp8=0, bandwidth=0.77)),
+    ("RTX 5090", Rates(bf16=209, fp8=419, bandwidth=1.79)),
+    ("RTX 5080", Rates(bf16=113, fp8=225, bandwidth=0.96)),
+    ("RTX 4090", Rates(bf16=165, fp8=330, bandwidth=1.01)),
+    ("RTX 4090 D", Rates(bf16=147, fp8=294, bandwidth=1.01)),
+    ("RTX 4080", Rates(bf16=97, fp8=195, bandwidth=0.72)),
+    ("RTX 4080 SUPER", Rates(bf16=104, fp8=209, bandwidth=0.74)),
+    ("RTX 3090", Rates(bf16=71, fp8=0, bandwidth=0.94)),
+    ("RTX 3090 Ti", Rates(bf16=80, fp8=0, bandwidth=1.01)),
     ("GB10", Rates(bf16=125, fp8=250, bandwidth=0.273)),
 )
 GENERIC = Rates(bf16=312, fp8=624, bandwidth=2.0)
@@ -95,7 +106,7 @@ _CHEAP_FIRST = 2.8
 
 def rates(gpu: Gpu) -> Rates | None:
     """The GPU's peaks by its name; None where they are not known, as of a card whose name says more than a
-    row's, such as H200 NVL or RTX 4090 D.
+    row's, such as RTX 5090 D or H100 CNX.
     """
     if any(word in gpu.name for word in _LESS):
         return None
@@ -107,7 +118,7 @@ def _is_named(gpu: str, name: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(name)}{_SAME_CARD}$", gpu, re.IGNORECASE) is not None
 
 
-_SAME_CARD = r"([ -](\d+GB?|HBM\d\w?|SXM\d?|PCIe|Generation))*"
+_SAME_CARD = r"([ -](\d+GB?|HBM\d\w?|SXM\d?|PCIe|Generation|(Workstation|Server) Edition))*"
 _LESS = ("Laptop", "Max-Q", "MIG")
 """Words in the names of GPUs that have less than the one they are called after."""
 
