@@ -43,6 +43,9 @@ def script(text: str, place: str) -> Iterator[Document]:
     shell = shell_words.read(text)
     found = [Entry(path=("continuation", str(line)), value="broken", line=line) for line in shell.broken]
     found += [Entry(path=("comment", str(line)), value=word.text, line=line) for line, word in shell.cut]
+    if "\r\n" in text:
+        line = text[: text.index("\r\n")].count("\n") + 1
+        found.append(Entry(path=("line_ends",), value="crlf", line=line))
     training: list[Document] = []
     for number, command in enumerate(shell.commands, 1):
         found += _variables(command)
