@@ -62,6 +62,11 @@ def open_tokenizer(source: ModelSource) -> tuple[Any, str]:
     except _template_errors() as error:
         what = f"the chat template does not write a conversation: {_said(error)}"
         raise ConfigError(what, where=chat_templates.KEY, remedy="correct the file") from error
+    for message in _SHORTEST:
+        if message["content"].casefold() not in written.casefold():
+            what = f"the chat template leaves out what the {message['role']} says"
+            remedy = "correct the file: it has to write the content of every message"
+            raise ConfigError(what, where=chat_templates.KEY, remedy=remedy)
     marks: Sequence[str] = _MARK.findall(written) if name is None else chat_templates.marks(name)
     split = _split(tokenizer, marks)
     if not split:
@@ -84,7 +89,11 @@ def _template_errors() -> tuple[type[Exception], ...]:
 
 
 def _said(error: Exception) -> str:
-    """The error in words, with Python's name where the words alone say little."""
+    """The error in words: the line of a template that is none, Python's name where the words say little."""
+    from jinja2 import TemplateSyntaxError
+
+    if isinstance(error, TemplateSyntaxError):
+        return f"line {error.lineno}: {error.message}"
     return str(error) if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: {error}"
 
 
