@@ -61,7 +61,7 @@ def test_long_conversations_are_refused_by_default(workshop: Workshop, tmp_path:
 def test_conversations_that_the_template_refuses_are_told_with_their_places(
     on_long: str, workshop: Workshop, tmp_path: Path
 ) -> None:
-    """Mistral's refuses questions that follow each other: one in a file of thousands must be found."""
+    """Some want questions and answers in turn: one that has not must be found in a file of thousands."""
     template = tmp_path / "mine.jinja"
     template.write_text(
         "{% for m in messages %}{% if m.content == 'Twice?' %}{{ raise_exception('roles must alternate') }}"
