@@ -43,16 +43,17 @@ def facts_of(machine: str) -> Facts:
 def sides(path: Path) -> dict[str, Side]:
     """The sides of a case: `=== SIDE NAME[:LINE]` begins a file; in LINE the rule finds something.
 
-    `wrong` is what the rule is about; on each `right` all rules are silent, on each `other` this one is.
+    `crlf` behind it writes the file's lines as Windows does. `wrong` is what the rule is about; on each
+    `right` all rules are silent, on each `other` this one is.
     `=== machine SIDE NAME` says for which machine a side is judged.
     """
     found: dict[str, Side] = {}
-    name = ""
+    name, end = "", "\n"
     side = Side()
     machines: dict[str, str] = {}
     for line in path.read_text().splitlines(keepends=True):
         if not line.startswith("=== "):
-            side.files[name] += line
+            side.files[name] += line.replace("\n", end)
             continue
         word, *rest = line[4:].split()
         if word == "machine":
@@ -60,6 +61,7 @@ def sides(path: Path) -> dict[str, Side]:
             continue
         side = found.setdefault(word, Side(machine=machines.get(word, "h200")))
         name, _, number = rest[0].partition(":")
+        end = "\r\n" if rest[1:] == ["crlf"] else "\n"
         side.files[name] = ""
         side.expected += [f"{name}:{number}"] if number else []
     return found
@@ -69,7 +71,7 @@ def asked(side: Side, folder: Path) -> Report:
     """The doctor's report about a side's files, written into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in side.files.items():
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, newline="")
     return ask.about_files([folder / name for name in side.files], facts_of(side.machine))
 
 

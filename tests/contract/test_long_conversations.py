@@ -57,6 +57,27 @@ def test_long_conversations_are_refused_by_default(workshop: Workshop, tmp_path:
     }
 
 
+@pytest.mark.parametrize("on_long", ["error", "skip", "cut"])
+def test_conversations_that_the_template_refuses_are_told_with_their_places(
+    on_long: str, workshop: Workshop, tmp_path: Path
+) -> None:
+    """Some want questions and answers in turn: one that has not must be found in a file of thousands."""
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m.content == 'Twice?' %}{{ raise_exception('roles must alternate') }}"
+        "{% endif %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+    )
+    twice = {"role": "user", "content": "Twice?"}
+    rows = [SHORT, *({"messages": [twice, *one["messages"]]} for one in (SHORT, OTHER)), OTHER]
+    made = job(workshop, tmp_path, rows, f"data.chat_template={template}", on_long=on_long)
+    samples = fit_lengths(made.context, made.samples)
+    with pytest.raises(DataError, match=r"refuses the conversation with 'Twice\?': roles") as caught:
+        cache_only(made.context, samples, made.spec)
+    assert [one.where for one in caught.value.problems] == [
+        f"{tmp_path / 'chats.jsonl'}:{row}" for row in (2, 3)
+    ]
+
+
 @pytest.mark.parametrize(
     ("on_long", "kept"), [("skip", [SHORT, OTHER]), ("cut", [SHORT, chat("Yes."), OTHER])]
 )

@@ -112,10 +112,12 @@ def test_a_file_with_marks_that_are_split_is_told(tmp_path: Path, caplog: pytest
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{% for m in messages %}{{ m.content }}", "does not write a conversation"),
+        ("a\n\n{% for m in messages %}{{ m.content }}{% fo", "does not write a conversation: line 3: "),
         ("{{ 'x' + 1 }}", "does not write a conversation: TypeError: "),
         ("{{ 1 / 0 }}", "does not write a conversation: ZeroDivisionError: "),
         (" \n", "is empty"),
+        ("### {{ messages[0].content }} ###", "leaves out what the assistant says"),
+        ("{{ messages[-1].content }}", "leaves out what the user says"),
     ],
 )
 def test_a_file_that_is_no_template_is_refused(text: str, words: str, tmp_path: Path) -> None:

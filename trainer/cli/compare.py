@@ -120,15 +120,23 @@ def _variants(layers: Layers, vary: Sequence[str]) -> list[tuple[str, Layers]]:
 def _planned(named: Sequence[tuple[str, Layers]], *, own_seed: bool) -> list[Variant]:
     """The variants with their plans; kernels without a verdict are measured, once all GPUs are idle.
 
-    Raises ConfigError and HardwareError as a run of them would, HardwareError too where a GPU is busy.
+    Raises ConfigError, DataError and HardwareError as a run of them would, HardwareError too where a GPU is
+    busy.
     """
     from trainer.cli.measure import planned
+    from trainer.config.schema import changed
     from trainer.engine.comparing import child
-    from trainer.engine.comparing.variants import LETTERS, Variant
+    from trainer.engine.comparing.variants import LETTERS, SHARED, Variant
+    from trainer.planning.data_rows import require_dataset, require_present, require_template
     from trainer.planning.epochs import with_epochs
 
+    for _, layers in named:
+        require_dataset(layers.dataset)
     loaded = [with_epochs(layers.load()) for _, layers in named]
     for one in loaded:
+        # without what SHARED leaves out: held-out samples are not read
+        require_present(dataclasses.replace(one, config=changed(one.config, SHARED)))
+        require_template(one)
         child.require_idle(child.gpus_of(planned(one, probe=False)[1]), patience=0.0)
     return [
         Variant(

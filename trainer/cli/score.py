@@ -205,7 +205,9 @@ def _scorer(asked: _Asked, config: RunConfig | None, groups: Sequence[Sequence[P
     refused = [(metric, why) for metric, whys in obstacles.items() for why in whys if why]
     if refused and (asked.metrics or not measured):
         metric, why = refused[0]
-        remedy = "leave --metric out for all that mean something; --data and --prompts name what is missing"
+        remedy = "--data names training pictures, --prompts the pictures' prompts"
+        if asked.metrics:
+            remedy = f"leave --metric out for all that mean something; {remedy}"
         raise DataError(f"{metric} would mean nothing: {why}", where="trainer score", remedy=remedy)
     if not OF_CLIP.isdisjoint(measured):
         place = "--clip" if asked.clip or config is None else "validation.clip_model"

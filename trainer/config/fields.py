@@ -17,6 +17,14 @@ from trainer.config.schema import DataSet, RunConfig
 from trainer.config.tree import KeyPath
 from trainer.words.near import closest
 
+_OF_ALPACA = {
+    "instruction": "prompt",
+    "input": "query",
+    "output": "response",
+    "conversations": "messages",
+}
+"""Parts of a record, in `columns`, by the keys that alpaca and ShareGPT have for them."""
+
 
 def section_of(annotation: object) -> type[BaseModel] | None:
     """The section class that an annotation is, or is beside None; else None."""
@@ -91,6 +99,10 @@ def suggest_key(path: KeyPath) -> str:
         return f"nest it: `{section}:` on one line, `  {leaf}: ...` indented below it"
     if key in siblings:
         return f"write `{key}`"
+    if path[-2:-1] == ("columns",):
+        # parts of a record: another section's key, such as `output_dir`, is never meant
+        meant = _OF_ALPACA.get(key) or closest(key, siblings)
+        return f"did you mean `{meant}`?" if meant else f"known here: {', '.join(siblings)}"
     if key in everywhere:
         return f"did you mean `{everywhere[key]}`?"
     foreign = elsewhere.key(key)

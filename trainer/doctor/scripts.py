@@ -19,12 +19,13 @@ def _words(text: str) -> frozenset[str]:
 
 _BEFORE = _words(
     "then do else elif if while until ! time exec nohup sudo env command stdbuf nice numactl srun timeout uv"
+    " conda mamba micromamba poetry pipenv pixi pdm hatch"
 )
 """Words before a command that do not change which it is; options may follow them."""
 _OF_THOSE = re.compile(r"-.*|[\d.]+[smhd]?|run")
-"""Their options, a time, and `run` of `uv`."""
+"""Their options, a time, and `run` of `uv` and its like."""
 _PYTHON_SWITCH = re.compile(r"-[BEIOSqsuv]+")
-_LAUNCHERS = _words("accelerate torchrun deepspeed llamafactory-cli axolotl trainer")
+_LAUNCHERS = _words("accelerate accelerate-launch torchrun deepspeed llamafactory-cli axolotl trainer")
 _PYTHON = re.compile(r"python(?:3(?:\.\d+)?)?")
 _SWITCHES = _words(
     "module m no_python multi_gpu cpu use_deepspeed use_fsdp use_megatron_lm debug quiet standalone tpu"
@@ -43,6 +44,9 @@ def script(text: str, place: str) -> Iterator[Document]:
     shell = shell_words.read(text)
     found = [Entry(path=("continuation", str(line)), value="broken", line=line) for line in shell.broken]
     found += [Entry(path=("comment", str(line)), value=word.text, line=line) for line, word in shell.cut]
+    if "\r\n" in text:
+        line = text[: text.index("\r\n")].count("\n") + 1
+        found.append(Entry(path=("line_ends",), value="crlf", line=line))
     training: list[Document] = []
     for number, command in enumerate(shell.commands, 1):
         found += _variables(command)
@@ -152,6 +156,8 @@ def _launched(words: Sequence[Word]) -> tuple[list[Entry], list[Entry]]:
         if not rest or (name == "accelerate" and rest[0].text != "launch"):
             return [], []
         rest = rest[1:]
+    elif name == "accelerate-launch":
+        name = "accelerate"
     if name == "python":
         rest = list(itertools.dropwhile(lambda word: _PYTHON_SWITCH.fullmatch(word.text), rest))
     if name == "python" and len(rest) > 1 and rest[0].text == "-m":

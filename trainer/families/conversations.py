@@ -29,8 +29,10 @@ _SHORTEST = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content":
 _log = logging.getLogger(__name__)
 
 
-class TooLongError(DataError):
-    """A conversation that has more tokens than a row; who knows its file says the place."""
+class ConversationError(DataError):
+    """A conversation that is too long for a row, or that the chat template does not write; who knows its file
+    says the place.
+    """
 
 
 def load_tokenizer(
@@ -62,6 +64,11 @@ def open_tokenizer(source: ModelSource) -> tuple[Any, str]:
     except _template_errors() as error:
         what = f"the chat template does not write a conversation: {_said(error)}"
         raise ConfigError(what, where=chat_templates.KEY, remedy="correct the file") from error
+    for message in _SHORTEST:
+        if message["content"].casefold() not in written.casefold():
+            what = f"the chat template leaves out what the {message['role']} says"
+            remedy = "correct the file: it has to write the content of every message"
+            raise ConfigError(what, where=chat_templates.KEY, remedy=remedy)
     marks: Sequence[str] = _MARK.findall(written) if name is None else chat_templates.marks(name)
     split = _split(tokenizer, marks)
     if not split:
@@ -84,7 +91,11 @@ def _template_errors() -> tuple[type[Exception], ...]:
 
 
 def _said(error: Exception) -> str:
-    """The error in words, with Python's name where the words alone say little."""
+    """The error in words: the line of a template that is none, Python's name where the words say little."""
+    from jinja2 import TemplateSyntaxError
+
+    if isinstance(error, TemplateSyntaxError):
+        return f"line {error.lineno}: {error.message}"
     return str(error) if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: {error}"
 
 
@@ -127,8 +138,8 @@ def encode_conversation(
     learned, else 0. These are the assistant's messages, or the last one, with what ends each of them, or all
     tokens but the first, which nothing predicts.
 
-    Nothing is cut: raises TooLongError for more than `max_sequence_length` tokens, DataError for a template
-    that does not render a conversation up to an answer that is learned as the beginning of the whole.
+    Nothing is cut: raises ConversationError for more than `max_sequence_length` tokens, and for one that the
+    template refuses, or does not render up to an answer that is learned as the beginning of the whole.
     """
     import torch
 
@@ -146,20 +157,26 @@ def encode_conversation(
 
 
 def _require_fitting(messages: Sequence[Mapping[str, str]], ids: Sequence[int], most: int) -> None:
-    """Raise TooLongError for more tokens than a row has."""
+    """Raise ConversationError for more tokens than a row has."""
     if len(ids) > most:
-        raise TooLongError(
+        raise ConversationError(
             f"{_named(messages)} has {len(ids)} tokens, more than data.max_sequence_length ({most})",
             remedy="raise data.max_sequence_length, or write data.on_long: skip, or cut",
         )
 
 
 def token_counter(source: ModelSource) -> Callable[[str], int]:
-    """`Family.conversation_tokens`: the tokens that `encode_text` makes of a conversation (JSON), counted."""
+    """`Family.conversation_tokens`: the tokens that `encode_text` makes of a conversation (JSON), counted.
+
+    One that the template refuses counts as a token: encoding refuses it with its place.
+    """
     tokenizer, _ = open_tokenizer(source)
 
     def count(text: str) -> int:
-        whole = _render(tokenizer, json.loads(text), opened=False)
+        try:
+            whole = _render(tokenizer, json.loads(text), opened=False)
+        except ConversationError:
+            return 1
         ids, offsets = _tokens(tokenizer, whole)
         return len(ids) + len(_missing_end(tokenizer, whole, ids, offsets))
 
@@ -212,7 +229,7 @@ def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opened: bo
             messages, tokenize=False, add_generation_prompt=opened, date_string=_DATE
         )
     except _template_errors() as error:
-        raise DataError(
+        raise ConversationError(
             f"the chat template refuses {_named(messages)}: {_said(error)}",
             where=tokenizer.name_or_path,
             remedy="correct or remove the conversation",
@@ -225,6 +242,18 @@ def _named(messages: Sequence[Mapping[str, str]]) -> str:
     return f"the conversation with {asked[:60]!r}"
 
 
+def _answer(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], whole: str, index: int
+) -> tuple[int, int] | None:
+    """The characters of an assistant's message, with what ends it, in the `whole`: first one and end; None
+    where the template does not write the conversation up to it as the beginning of the whole.
+    """
+    before = _render(tokenizer, messages[:index], opened=True)
+    after = _render(tokenizer, messages[: index + 1], opened=False)
+    appends = after.startswith(before) and whole.startswith(after)
+    return (len(before), len(after.rstrip())) if appends else None
+
+
 def _weights(
     tokenizer: Any, messages: Sequence[Mapping[str, str]], whole: str, offsets: Any, *, last_alone: bool
 ) -> list[float]:
@@ -234,17 +263,17 @@ def _weights(
     learned = bytearray(len(whole) + 1)
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     for index in answers[-1:] if last_alone else answers:
-        before = _render(tokenizer, messages[:index], opened=True)
-        after = _render(tokenizer, messages[: index + 1], opened=False)
-        if not (after.startswith(before) and whole.startswith(after)):
-            raise DataError(
+        found = _answer(tokenizer, messages, whole, index)
+        if found is None:
+            last = None if index == answers[-1] else _answer(tokenizer, messages, whole, answers[-1])
+            raise ConversationError(
                 f"the chat template writes {_named(messages)} otherwise once it goes on, so that message "
                 f"{index + 1} cannot be found in it",
                 where=tokenizer.name_or_path,
-                remedy=f"write data.learn: {'all' if last_alone else 'last_answer'}, or use a template that "
-                "only appends, as Llama 3's",
+                remedy=f"write data.learn: {'all' if last is None else 'last_answer'}, or use a template "
+                "that only appends, as Llama 3's",
             )
-        start, end = len(before), len(after.rstrip())
+        start, end = found
         learned[start:end] = b"\1" * (end - start)
     # one character may be several tokens, and some tokens have no character
     weights = [float(any(learned[start : max(end, start + 1)])) for start, end in offsets]

@@ -26,20 +26,22 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """The ratio of two medians with its 95 % interval."""
+    """The ratio of two medians with its 95 % interval, whose ends are the ratio where it has none."""
 
     value: float
     low: float
     high: float
     rounds_apart: bool = True
     """Whether the median of every round of one is on the same side of every one of the other."""
+    has_interval: bool = True
+    """False where every round has one step: nothing is known of how steps vary."""
 
     @property
     def tells_apart(self) -> bool:
         """True where 1 does not lie in the interval, and no rounds of the two are mixed: steps of one round
         have in common what differs from run to run, which the interval does not know.
         """
-        return self.rounds_apart and not self.low <= 1.0 <= self.high
+        return self.has_interval and self.rounds_apart and not self.low <= 1.0 <= self.high
 
 
 def summed_up(rounds: Sequence[Sequence[float]]) -> Times:
@@ -76,6 +78,7 @@ def ratio_of_medians(
         low=ratios[round(0.025 * _DRAWS)],
         high=ratios[round(0.975 * _DRAWS) - 1],
         rounds_apart=max(ones) < min(others) or min(ones) > max(others),
+        has_interval=any(len(one) > 1 for one in [*rounds, *base]),
     )
 
 

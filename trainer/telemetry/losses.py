@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -17,18 +18,23 @@ def compare(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
     Raises ValueError where one has more steps than the other.
     """
     pairs = list(zip(ours, theirs, strict=True))
-    apart = [abs(one - other) / other for one, other in pairs]
+    apart = [abs(_ratio(one, other) - 1) for one, other in pairs]
     first, last = (
         [statistics.fmean(one[part]) for one in (ours, theirs)] for part in (slice(LAST), slice(-LAST, None))
     )
     return {
         "steps": len(pairs),
-        "first_loss_ratio": round(first[0] / first[1], 5),
+        "first_loss_ratio": round(_ratio(*first), 5),
         "last_loss": round(last[0], 5),
-        "last_loss_ratio": round(last[0] / last[1], 5),
+        "last_loss_ratio": round(_ratio(*last), 5),
         "mean_apart": round(statistics.fmean(apart), 6),
         "most_apart": round(max(apart), 6),
     }
+
+
+def _ratio(one: float, other: float) -> float:
+    """The quotient; infinite for a loss beside one of 0, to which a few samples learned by heart can fall."""
+    return one / other if other else math.inf if one else 1.0
 
 
 def steps_per_point(steps: int) -> int:

@@ -48,6 +48,26 @@ def test_mistakes_start_nothing(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--dataset", "nowhere"], "--dataset: nowhere does not exist"),
+        (["--set", "data.sets=[{img_dir: nowhere}]"], "`data.sets.0.img_dir`: nowhere does not exist"),
+    ],
+)
+def test_samples_that_are_not_there_start_nothing(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told by the first run, the place was a file that is removed at the end."""
+
+    def start(*_: object) -> None:
+        raise AssertionError("nothing may be started")
+
+    monkeypatch.setattr(rounds, "compare", start)
+    assert main(["compare", QUICKSTART, "--vary", "lora.rank=4,8", *words]) == 65
+    assert said in capsys.readouterr().err
+
+
 def _variants(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> list[rounds.Variant]:
     """The variants of a command line whose runs are not made."""
     found: list[rounds.Variant] = []
@@ -76,6 +96,18 @@ def test_without_vary_each_file_is_a_variant(
     assert first.config.train.train_batch_size == second.config.train.train_batch_size == 2
     out = capsys.readouterr().out
     assert "the configurations differ in lora.rank (4, 32)" in out and "seed" not in out, "B gets A's seed"
+
+
+def test_held_out_samples_that_are_not_there_are_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [
+        "--vary",
+        "lora.rank=4,8",
+        "--set",
+        "validation.img_dir=nowhere",
+        "--set",
+        "validation.held_out=0",
+    ]
+    assert len(_variants(monkeypatch, [QUICKSTART, *words])) == 2
 
 
 def test_with_vary_files_are_laid_over_each_other(

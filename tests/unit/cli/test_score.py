@@ -57,3 +57,15 @@ def test_a_run_of_a_language_model_is_refused_whatever_it_has_drawn(
     process.begin(tmp_path, supervisor=1, runtime_dir=tmp_path / "runtime")
     assert main(["score", str(tmp_path), "--data", str(tmp_path), "--clip", "x"]) == 78
     assert "Llama 3, which writes text" in capsys.readouterr().err
+
+
+def test_only_who_named_a_metric_is_told_to_leave_it_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_pair(tmp_path, "a.png")
+    said = []
+    for options in ((), ("--metric", "kid")):
+        assert main(["score", "--pictures", str(tmp_path), *options]) == 65
+        said.append(capsys.readouterr().err)
+    assert "--metric" not in said[0] and "leave --metric out" in said[1]
+    assert all("--data names training pictures" in text for text in said)

@@ -3,7 +3,8 @@
     python fake_trainer.py SCRIPT.json train CONFIG.yaml --output DIR
 
 The script says by a text that the configuration's file name contains what happens: `ms` of each step in turn,
-`losses`, `end` (exit code after so many steps), `slow` (seconds of real time a step), `plan` (a file).
+`losses` (null for a step without one), `end` (exit code after so many steps), `slow` (seconds of real time a
+step), `plan` (a file).
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ def main(script_path: str, command: str, config_path: str, _: str, output: str) 
             ms = does.get("ms", [100.0])
             seconds = ms[(step - 1) % len(ms)] / 1000
             losses = does.get("losses", [1.0])
+            loss = losses[(step - 1) % len(losses)]
             row = {
                 "step": step,
-                "loss": losses[(step - 1) % len(losses)] * does.get("loss_factor", 1.0),
+                "loss": None if loss is None else loss * does.get("loss_factor", 1.0),
                 "learning_rate": 1e-4,
                 "grad_norm": 1.0,
                 "seconds_per_step": seconds,

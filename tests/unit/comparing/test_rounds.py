@@ -85,6 +85,16 @@ def test_a_compared_seed_is_each_ones_own(bench: Bench) -> None:
     assert [run.rows[0]["seed"] for run in outcome.rounds[0]] == [3, 8]
 
 
+@pytest.mark.parametrize(("seeds", "other"), [((3, 4), 5), ((3, 9), 4), ((2**32 - 1, 0), 1)])
+def test_the_other_seed_is_none_that_is_compared(bench: Bench, seeds: tuple[int, int], other: int) -> None:
+    variants = [
+        dataclasses.replace(one, own_seed=True)
+        for one in variants_of(*(f"train.seed={seed}" for seed in seeds))
+    ]
+    outcome = bench.compare(variants, rounds=0, learn=3)
+    assert outcome.again is not None and {row["seed"] for row in outcome.again.rows} == {other}
+
+
 def test_a_busy_gpu_is_refused_by_the_others_name(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle, "PATIENCE_SECONDS", 0.0)
     bench.says(apps="12041, /opt/other/render, 41220\n")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.record import from_json
+from tests.unit.bench.test_bench import MACHINE
 from tests.unit.comparing.conftest import Bench, variants_of
 from trainer.engine.comparing import differences, plot, report, verdicts
 from trainer.engine.comparing.rounds import Extent, Outcome
@@ -48,13 +49,27 @@ def test_equal_steps_are_no_difference(bench: Bench) -> None:
     assert cells["as fast as A"][0] == "" and cells["as fast as A"][1].startswith("no difference (95 %: 0.9")
 
 
-def test_one_step_a_run_is_told_to_have_no_interval(bench: Bench) -> None:
-    bench.runs["round"] = {"ms": [100, 108, 104]}
+def test_one_step_a_run_has_no_interval(bench: Bench) -> None:
+    bench.runs |= {"-A": {"ms": [100, 108, 104]}, "-B": {"ms": [100, 108, 52]}}
     variants, extent = variants_of(*RANKS), Extent(steps=1, warmup=2, rounds=2, learn=0)
     outcome = bench.compare(variants, steps=1)
-    said = "one step of each run: intervals know nothing of how steps vary, --steps 2 or more do"
+    assert report.figures_by_name(variants, outcome, extent)["as fast as A"][1] == "2.000 times (no interval)"
+    said = "one step of each run: nothing is known of how steps vary, --steps 2 or more tell"
     assert said in report.notes(variants, outcome, extent)
-    assert said not in report.notes(variants, outcome, EXTENT)
+    two = bench.compare(variants, warmup=1, steps=2)
+    assert (
+        "95 %"
+        in report.figures_by_name(variants, two, dataclasses.replace(extent, warmup=1))["as fast as A"][1]
+    )
+    assert said not in report.notes(variants, two, dataclasses.replace(extent, warmup=1, steps=2))
+
+
+def test_without_rounds_the_runs_that_learn_are_counted_as_what_is_timed(bench: Bench) -> None:
+    variants, extent = variants_of(*RANKS), Extent(steps=30, warmup=2, rounds=0, learn=7)
+    outcome = bench.compare(variants, rounds=0, learn=7)
+    first, second, *_ = report.notes(variants, outcome, extent)
+    assert first == "no rounds, times are of the runs that learn: 5 steps each after 2 that are not timed"
+    assert second.startswith("1 run of each")
 
 
 def test_a_step_of_more_samples_is_compared_by_samples(bench: Bench) -> None:
@@ -113,6 +128,29 @@ def test_learning_is_judged_by_one_percent_or_half_the_seeds_band(
     assert found.band == pytest.approx(abs(seed_factor - 1), abs=1e-4)
 
 
+def test_losses_are_paired_by_step_where_fp16_overflowed(bench: Bench) -> None:
+    """A step that was skipped has no loss: neither what comes behind it is left out, nor is it moved."""
+    falling = [8.0, 4.0, 2.0, 1.0]
+    bench.runs |= {"learn": {"losses": falling}, "learn-B": {"losses": [8.0, None, 2.0, 1.0]}}
+    variants = variants_of(*RANKS)
+    outcome = bench.compare(variants, rounds=0, learn=4)
+    found = verdicts.learned(outcome)["B"]
+    assert (found.steps, found.mean_apart, found.last_ratio, found.band) == (3, 0.0, 1.0, 0.0)
+    table = report.table_of(
+        variants, outcome, Extent(steps=4, warmup=2, rounds=0, learn=4), machine=MACHINE, command=""
+    )
+    assert json.loads(measurement.to_json(table))["curves"]["losses"]["B lora.rank=8"] == [8.0, 8.0, 2.0, 1.0]
+
+
+def test_a_first_variant_that_learned_everything_has_a_verdict(bench: Bench) -> None:
+    bench.runs |= {"learn": {"losses": [1.0, 0.0]}, "learn-B": {"losses": [1.0, 0.0]}}
+    variants = variants_of(*RANKS)
+    assert verdicts.learned(bench.compare(variants, rounds=0, learn=4))["B"].mean_apart == 0.0
+    bench.runs |= {"learn-A": {"losses": [0.0]}, "learn-B": {"losses": [0.5]}}
+    worse = verdicts.learned(bench.compare(variants, rounds=0, learn=4))["B"]
+    assert worse.verdict.startswith("learns worse")
+
+
 def test_without_the_other_seed_one_percent_is_the_bound(bench: Bench) -> None:
     bench.runs |= {"learn-B": {"loss_factor": 1.03}, "another-seed": {"end": (3, 71)}}
     variants = variants_of(*RANKS)
@@ -167,7 +205,6 @@ def test_values_of_vary() -> None:
 
 def test_the_record_is_one_that_the_page_of_measurements_shows(bench: Bench, tmp_path: Path) -> None:
     from bench import page
-    from tests.unit.bench.test_bench import MACHINE
 
     bench.runs |= {"-B": {"ms": [80, 82]}}
     variants = variants_of(*RANKS)

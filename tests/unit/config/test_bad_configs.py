@@ -144,6 +144,14 @@ KEYS: dict[str, Bad] = {
     "misspelt section": added(
         "trian:\n  seed: 1\n", ("c.yaml:8", "unknown key `trian`", "did you mean `train`?")
     ),
+    "alpaca's key for a part of a record": added(
+        "validation:\n  chat_file: a.jsonl\n  columns: {prompt: q, output: a}\n",
+        ("c.yaml:10", "unknown key `validation.columns.output`", "did you mean `response`?"),
+    ),
+    "key of no part of a record": added(
+        "validation:\n  chat_file: a.jsonl\n  columns: {prompt: q, response: a, rank: a}\n",
+        ("c.yaml:10", "unknown key `validation.columns.rank`", "known here: messages, prompt, query"),
+    ),
     "key like nothing": added("lora:\n  xyzzy: 1\n", ("c.yaml:9", "unknown key", "known here: rank, alpha")),
     "key of a set beside the sets": changed(
         "  sets:", "  img_dir: images\n  sets:", ("c.yaml:5", "unknown key `data.img_dir`", "`data.sets`?")

@@ -244,7 +244,7 @@ BAD_ENTRIES: dict[str, tuple[object, str, str]] = {
     "images": (
         {"file_name": "a.json", "columns": {"prompt": "p", "response": "r", "images": "i"}},
         "`columns.images` is not read",
-        "only text is learned",
+        "prompt, query, response, history, system are; only text is learned",
     ),
     "messages of alpaca": (
         {"file_name": "a.json", "columns": {"messages": "m"}},
@@ -289,6 +289,12 @@ def test_bad_entries(tmp_path: Path, name: str) -> None:
     assert problem.where == f"{one['dataset_info']}: mine"
     assert what in problem.what
     assert remedy in problem.remedy
+
+
+def test_a_column_that_is_known_elsewhere_is_no_misspelt_one(tmp_path: Path) -> None:
+    columns = {"messages": "m", "images": "i"}
+    one = listed(tmp_path, {"file_name": "a.json", "formatting": "sharegpt", "columns": columns})
+    assert told(one)[0].remedy == "messages, system are; only text is learned"
 
 
 @pytest.mark.parametrize(

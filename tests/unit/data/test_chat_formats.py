@@ -224,7 +224,8 @@ def test_bad_records(tmp_path: Path, name: str, suffix: str) -> None:
     [
         ("a.json", "[\n  {},\n  {]\n", ":3", "not valid JSON: ", "write [{"),
         ("a.json", "[" * 100_000, "", "not valid JSON: ", "write [{"),
-        ("a.json", '[{"output": "a", "output": "b"}]', "", "the key 'output' is there twice", "keep one"),
+        ("a.json", '[{"output": "a", "output": "b"}]', "[0]", "the key 'output' is there twice", "keep one"),
+        ("a.json", '[{"output": "a", "output": "b"},]', ":1", "not valid JSON", "write ["),
         ("a.json", json.dumps({"data": [GOOD]}, indent=2), "", "neither a JSON array nor JSON lines", "[{"),
         ("a.json", '"text"', "", "neither a JSON array nor JSON lines", "one conversation a line"),
         ("a.json", "[]", "", "holds no conversation", "write"),
@@ -247,7 +248,28 @@ def test_bad_files(tmp_path: Path, name: str, text: str, where: str, what: str, 
 def test_an_array_that_is_not_utf_8(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(b'["\xff"]')
-    assert problems(path) == [(str(path), "the text is not UTF-8 (byte 2)", "save it as UTF-8")]
+    assert problems(path) == [(f"{path}:1", "the text is not UTF-8 (byte 2)", "save it as UTF-8")]
+    path.write_bytes('[\n{"instruction": "a",\n "output": "\u2013"}]'.encode("cp1252"))
+    assert problems(path) == [(f"{path}:3", "the text is not UTF-8 (byte 12)", "save it as UTF-8")]
+
+
+def test_keys_that_are_there_twice_in_an_array_are_those_items(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    twice = '{"instruction": "a", "output": "b", "output": "c"}'
+    inner = '{"messages": [{"role": "user", "role": "user", "content": "a"}]}'
+    path.write_text(f"[\n{json.dumps(GOOD)} ,\n{twice}, {inner},{json.dumps(GOOD)}\n]\n")
+    found = [(place, what) for place, what, _ in problems(path)]
+    assert found == [
+        (f"{path}[1]", "the key 'output' is there twice"),
+        (f"{path}[2]", "the key 'role' is there twice"),
+    ]
+    config = RunConfig(
+        family="any",
+        model=ModelSection(pretrained_model_name_or_path="any"),
+        data=DataSection(sets=(DataSet(chat_file=path),), on_bad_file="skip"),
+        output_dir=Path("any"),
+    )
+    assert [one.identifier for one in chat.scan(config, None).records] == ["0/0", "0/3"]
 
 
 @pytest.mark.parametrize("on_bad_file", ["error", "skip"])

@@ -37,6 +37,8 @@ _USUAL: Mapping[str, Mapping[str, str]] = {
     "sharegpt": {"messages": "conversations"},
 }
 """Columns of an entry without `columns`."""
+_NO_TEXT = ("images", "videos", "audios", "tools", "chosen", "rejected", "kto_tag")
+"""Columns that are known there, and no misspelt ones of these."""
 _TAGS = {
     "role_tag": "from",
     "content_tag": "value",
@@ -122,7 +124,8 @@ def _map(entry: Mapping[str, Any], key: str, known: tuple[str, ...]) -> Mapping[
     named = {name: value for name, value in found.items() if value is not None}
     for name, value in named.items():
         if name not in known:
-            remedy = f"{did_you_mean(name, known)}{', '.join(known)} are; only text is learned"
+            near = "" if name in _NO_TEXT else did_you_mean(name, known)
+            remedy = f"{near}{', '.join(known)} are; only text is learned"
             raise TextError(f"`{key}.{name}` is not read", remedy)
         if not isinstance(value, str) or not value.strip():
             raise TextError(f"`{key}.{name}` is not a name", "write the name as a text")

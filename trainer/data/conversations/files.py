@@ -5,11 +5,12 @@ from __future__ import annotations
 import codecs
 import importlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.data.caption_text import TextError, decode_text, object_of_pairs, parse_json
+from trainer.data.caption_text import TextError, object_of_pairs, parse_json
 from trainer.data.conversations.formats import FEEDBACK, LAYOUTS, OPENAI, Layout
 from trainer.data.conversations.tables import table_rows
 from trainer.errors import ConfigError, DataError
@@ -17,6 +18,7 @@ from trainer.words import extras
 
 Row = tuple[str, int, object]
 """Place for people, number in the file, and content: bytes of a line, or a value that was read already."""
+_BLANKS = re.compile(r"[ \t\r\n]*")
 _ARRAY = f"[{OPENAI.shape}, ...]"
 _NO_TEXT = (
     (b"\x1f\x8b", "the file is compressed by gzip", "decompress it: gunzip"),
@@ -92,16 +94,54 @@ def _read_json(file: Path) -> list[Row]:
             raise DataError(what, where=str(file), remedy=remedy) from error
         return _lines(file, data)
     try:
-        items = json.loads(decode_text(data), object_pairs_hook=object_of_pairs)
+        items = _items(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        line, begins = data.count(b"\n", 0, error.start) + 1, data.rfind(b"\n", 0, error.start) + 1
+        what = f"the text is not UTF-8 (byte {error.start - begins})"
+        raise DataError(what, where=f"{file}:{line}", remedy="save it as UTF-8") from error
     except json.JSONDecodeError as error:
         what = f"not valid JSON: {error.msg} (column {error.colno})"
         raise DataError(what, where=f"{file}:{error.lineno}", remedy=f"write {_ARRAY}") from error
-    except TextError as error:
-        raise DataError(error.what, where=str(file), remedy=error.remedy) from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting
         raise DataError(f"not valid JSON: {error}", where=str(file), remedy=f"write {_ARRAY}") from error
     # a null is no empty line: it is told as what is no object
     return [(f"{file}[{index}]", index, [] if item is None else item) for index, item in enumerate(items)]
+
+
+def _items(text: str) -> list[object]:
+    """The items of a JSON array; of one with a key that is there twice its bytes, which `parse` refuses.
+
+    Raises ValueError and RecursionError for a text that is no JSON.
+    """
+    try:
+        items: list[object] = json.loads(text, object_pairs_hook=object_of_pairs)
+    except TextError:
+        json.loads(text)  # for its errors: what follows takes the text to be an array
+        return _items_apart(text)
+    return items
+
+
+def _items_apart(text: str) -> list[object]:
+    """`_items`, read one after another."""
+    strict, plain = json.JSONDecoder(object_pairs_hook=object_of_pairs), json.JSONDecoder()
+    items, place = list[object](), _behind_blanks(text, text.index("[") + 1)
+    while text[place] != "]":
+        value, end = plain.raw_decode(text, place)
+        try:
+            value, _ = strict.raw_decode(text, place)
+        except TextError:
+            value = text[place:end].encode()
+        items.append(value)
+        place = _behind_blanks(text, end)
+        if text[place] == ",":
+            place = _behind_blanks(text, place + 1)
+    return items
+
+
+def _behind_blanks(text: str, place: int) -> int:
+    found = _BLANKS.match(text, place)
+    assert found is not None
+    return found.end()
 
 
 def _read_parquet(file: Path, layout: Layout | None) -> list[Row]:

@@ -20,7 +20,7 @@ from trainer.engine.caching.store import MISSING, Cache
 from trainer.engine.context import Context
 from trainer.errors import DataError, DivergedError, Problem
 from trainer.families import losses
-from trainer.families.conversations import TooLongError
+from trainer.families.conversations import ConversationError
 from trainer.families.values import EntryKind
 from trainer.telemetry.progress import bars
 from trainer.telemetry.status import Phase
@@ -105,8 +105,8 @@ def _encode_share(
 ) -> None:
     """Encode this rank's share of the missing entries; as many ranks work as have enough to do.
 
-    What the others do meanwhile counts as done in proportion. Raises DataError of all texts that are too
-    long, once the others are encoded.
+    What the others do meanwhile counts as done in proportion. Raises DataError of all conversations
+    that are too long, or that the template does not write, once the others are encoded.
     """
     place, working = context.fills.index(context.ranks.rank), -(-len(missing) // LEAST_ENTRIES)
     working = min(len(context.fills), working)
@@ -121,8 +121,8 @@ def _encode_share(
             context.stop.raise_if_requested()
             try:
                 tensors = encode(entry, pictures)
-            except TooLongError as error:
-                assert isinstance(entry, TextEntry), "only texts have a length"
+            except ConversationError as error:
+                assert isinstance(entry, TextEntry), "only texts are conversations"
                 problems += [dataclasses.replace(one, where=entry.place) for one in error.problems]
                 continue
             bad = next((name for name, one in tensors.items() if not one.isfinite().all()), None)

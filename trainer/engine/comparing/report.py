@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -28,6 +29,8 @@ _OTHER_SHARE = 0.2
 
 def compared(ratio: Ratio) -> str:
     """The ratio of two speeds with its interval; none where these do not tell them apart."""
+    if not ratio.has_interval:
+        return f"{ratio.value:.3f} times (no interval)"
     interval = f"95 %: {ratio.low:.3f} to {ratio.high:.3f}"
     return f"{ratio.value:.3f} times ({interval})" if ratio.tells_apart else f"no difference ({interval})"
 
@@ -91,28 +94,8 @@ def _learned_cells(learned: Learned | None, first: str, last: int) -> dict[str, 
 
 def notes(variants: Sequence[Variant], outcome: Outcome, extent: Extent) -> list[str]:
     """Sentences below the table: what was run, what the figures mean, and why they may not be trusted."""
-    whole = [one for one in outcome.rounds if [run.code for run in one].count(ExitCode.OK) == len(variants)]
-    found = []
-    if outcome.rounds:
-        rounds = f"{len(whole)} of {extent.rounds} rounds"
-        found.append(
-            f"{rounds}, {numbered(extent.steps, 'step')} each after {extent.warmup} that are not timed"
-        )
     speeds = verdicts.speeds(variants, outcome, extent.warmup)
-    unequal = [letter for letter, one in speeds.items() if abs(one.more_work - 1) > 1e-3]
-    found += [
-        f"{letter}'s step has {speeds[letter].more_work:.3f} times the samples or tokens: speeds are of these"
-        for letter in unequal
-    ]
-    if any(one.mfu is not None for one in speeds.values()):
-        found.append("MFU is of the bf16 peak, whatever products are in: FP8 may be above 100 %")
-    if any(one.faster is not None for one in speeds.values()) and len(whole) < _FEW_ROUNDS:
-        found.append(
-            f"{numbered(len(whole), 'run')} of each: how far apart two of one variant are"
-            f" is hardly known, {_FEW_ROUNDS} rounds tell"
-        )
-    if any(one.faster is not None for one in speeds.values()) and extent.steps == 1:
-        found.append("one step of each run: intervals know nothing of how steps vary, --steps 2 or more do")
+    found = _notes_on_times(variants, outcome, extent, speeds)
     longest = max(one.config.train.lr_warmup_steps for one in variants)
     if extent.learn and longest >= extent.learn:
         found.append(
@@ -133,6 +116,36 @@ def notes(variants: Sequence[Variant], outcome: Outcome, extent: Extent) -> list
         )
         found.append(f"another seed of {variants[0].letter} was run{apart}")
     return [*found, *([f"not all runs were made: {outcome.why}"] if outcome.why else [])]
+
+
+def _notes_on_times(
+    variants: Sequence[Variant], outcome: Outcome, extent: Extent, speeds: Mapping[str, Speed]
+) -> list[str]:
+    """Sentences on what was timed, and how far ratios of it may be trusted."""
+    whole = [one for one in outcome.rounds if [run.code for run in one].count(ExitCode.OK) == len(variants)]
+    timed = f"{numbered(extent.timed_steps, 'step')} each after {extent.warmup} that are not timed"
+    found = []
+    if outcome.rounds:
+        found.append(f"{len(whole)} of {extent.rounds} rounds, {timed}")
+    elif speeds:
+        found.append(f"no rounds, times are of the runs that learn: {timed}")
+    unequal = [letter for letter, one in speeds.items() if abs(one.more_work - 1) > 1e-3]
+    found += [
+        f"{letter}'s step has {speeds[letter].more_work:.3f} times the samples or tokens: speeds are of these"
+        for letter in unequal
+    ]
+    if any(one.mfu is not None for one in speeds.values()):
+        found.append("MFU is of the bf16 peak, whatever products are in: FP8 may be above 100 %")
+    ratios = [one.faster for one in speeds.values() if one.faster is not None]
+    runs = len(whole) if outcome.rounds else 1
+    if ratios and runs < _FEW_ROUNDS:
+        found.append(
+            f"{numbered(runs, 'run')} of each: how far apart two of one variant are"
+            f" is hardly known, {_FEW_ROUNDS} rounds tell"
+        )
+    if not all(one.has_interval for one in ratios):
+        found.append("one step of each run: nothing is known of how steps vary, --steps 2 or more tell")
+    return found
 
 
 def nothing_trained(outcome: Outcome, files: Sequence[Path]) -> str:
@@ -205,6 +218,14 @@ def _curves(outcome: Outcome) -> Curves | None:
         return None
     every = losses.steps_per_point(longest)
     found: Mapping[str, tuple[float, ...]] = {
-        run.variant.name: losses.curve(run.losses, every) for run in runs
+        run.variant.name: losses.curve(_without_gaps(run.losses), every) for run in runs
     }
     return Curves(steps=every, losses=found)
+
+
+def _without_gaps(found: Sequence[float]) -> list[float]:
+    """Losses of which a step without one has that of the step before it, or is left out where none is."""
+    filled: list[float] = []
+    for loss in found:
+        filled += [loss] if math.isfinite(loss) else filled[-1:]
+    return filled

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import shutil
 import statistics
 import tempfile
@@ -15,7 +17,7 @@ from trainer.config import environment
 from trainer.config.writing.dump import dump
 from trainer.engine.comparing import child
 from trainer.engine.comparing.differences import planned_otherwise
-from trainer.engine.comparing.variants import Variant, measured_config
+from trainer.engine.comparing.variants import SEEDS, Variant, measured_config
 from trainer.errors import ConfigError, ExitCode, HardwareError, TrainerError
 from trainer.files import codec
 from trainer.machine import idle
@@ -49,6 +51,11 @@ class Extent:
             remedy = "write --learn N with more steps than --warmup, or --rounds 1 or more"
             raise ConfigError("no step would be timed", where="--rounds 0", remedy=remedy)
 
+    @property
+    def timed_steps(self) -> int:
+        """Steps of a run that step times are taken from."""
+        return self.steps if self.rounds else self.learn - self.warmup
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -68,9 +75,13 @@ class Run:
 
     @property
     def losses(self) -> list[float]:
-        """Losses by step, up to the first that is not finite."""
+        """Losses by step, of a run that diverged up to the first that is not finite; NaN of a step that
+        overflowed fp16 and was skipped.
+        """
         found = [row["loss"] for row in self.rows if "loss" in row]
-        return found[: found.index(None)] if None in found else found
+        if self.code == ExitCode.DIVERGED and None in found:
+            found = found[: found.index(None)]
+        return [math.nan if loss is None else loss for loss in found]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -120,7 +131,9 @@ class _Comparison:
     def write_config(self, variant: Variant, steps: int, path: Path, *, other_seed: bool) -> None:
         """Write the configuration of a run, with every value, as its file."""
         first = self.variants[0]
-        seed = (variant if variant.own_seed else first).config.train.seed + other_seed
+        seed = (variant if variant.own_seed else first).config.train.seed
+        if other_seed:
+            seed = seed_of_none(self.variants)
         cache = environment.cache_dir(first.config, self.environ).absolute()
         path.write_text(dump(measured_config(variant, steps, seed=seed, cache=cache)))
 
@@ -204,12 +217,21 @@ class _Comparison:
             self.outcome.again = run
 
 
+def seed_of_none(variants: Sequence[Variant]) -> int:
+    """The seed behind the first variant's that no variant is run with."""
+    first, *others = variants
+    taken = {one.config.train.seed for one in others if one.own_seed}
+    behind = (seed % SEEDS for seed in itertools.count(first.config.train.seed + 1))
+    return next(seed for seed in behind if seed not in taken)
+
+
 def short(run: Run, warmup: int) -> str:
     """One run in a line."""
     times = [1e3 * row["seconds_per_step"] for row in run.rows[warmup:]]
     if run.code != ExitCode.OK or not times:
         return f"exit code {run.code} after {numbered(len(run.rows), 'step')}"
-    loss = f"loss {run.losses[-1]:.4g}" if run.losses else "no finite loss"
+    finite = [loss for loss in run.losses if math.isfinite(loss)]
+    loss = f"loss {finite[-1]:.4g}" if finite else "no finite loss"
     return f"{statistics.median(times):,.1f} ms/step, {loss} after {numbered(len(run.rows), 'step')}"
 
 

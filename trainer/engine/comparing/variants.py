@@ -15,6 +15,8 @@ from trainer.planning.plan import Plan
 
 LETTERS = "ABCDEFGH"
 SEED = "train.seed"
+SEEDS = 2**32
+"""Seeds that `train.seed` may have, from 0 on."""
 _CACHE = "data.cache_dir"
 SHARED: Mapping[str, Any] = {
     "train.log_every_steps": 1,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,23 +175,29 @@ def learned(outcome: Outcome) -> dict[str, Learned]:
     if not outcome.learned or outcome.learned[0].code != ExitCode.OK:
         return {}
     first, *others = outcome.learned
-    again = outcome.again if outcome.again is not None and outcome.again.losses else None
-    band = None if again is None else abs(_compared(again, first)("last_loss_ratio") - 1)
+    again = [] if outcome.again is None else _paired(outcome.again, first)
+    band = abs(_compared(again)["last_loss_ratio"] - 1) if again else None
     found: dict[str, Learned] = {}
     for run in others:
-        if run.code not in (ExitCode.OK, ExitCode.DIVERGED) or not run.losses or not first.losses:
+        common = _paired(run, first)
+        if run.code not in (ExitCode.OK, ExitCode.DIVERGED) or not common:
             continue
-        figure = _compared(run, first) if run.code == ExitCode.OK else lambda name: float("nan")
+        compared = _compared(common) if run.code == ExitCode.OK else {}
         found[run.variant.letter] = Learned(
-            steps=len(run.losses),
-            mean_apart=figure("mean_apart"),
-            last_ratio=figure("last_loss_ratio"),
+            steps=len(common),
+            mean_apart=compared.get("mean_apart", math.nan),
+            last_ratio=compared.get("last_loss_ratio", math.nan),
             band=band,
             diverged_after=len(run.losses) if run.code == ExitCode.DIVERGED else None,
         )
     return found
 
 
-def _compared(run: Run, first: Run) -> Callable[[str], float]:
-    common = min(len(run.losses), len(first.losses))
-    return losses.compare(run.losses[:common], first.losses[:common]).__getitem__
+def _paired(run: Run, first: Run) -> list[tuple[float, float]]:
+    """The losses of two runs at the steps at which both have one."""
+    pairs = zip(run.losses, first.losses, strict=False)
+    return [pair for pair in pairs if all(map(math.isfinite, pair))]
+
+
+def _compared(pairs: Sequence[tuple[float, float]]) -> Mapping[str, float]:
+    return losses.compare([one for one, _ in pairs], [other for _, other in pairs])
