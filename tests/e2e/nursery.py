@@ -112,7 +112,10 @@ class Nursery:
         """Run the words to their end, as `subprocess.run` with its outputs captured."""
         with tempfile.NamedTemporaryFile() as printed:
             started = self.start(words, environ, stdout=Path(printed.name))
-            _, errors = started.communicate()
+            try:
+                _, errors = started.communicate()
+            finally:
+                started.kill()  # nothing where it has ended
             return subprocess.CompletedProcess(
                 words, started.wait(), Path(printed.name).read_text(encoding="utf-8"), errors
             )
