@@ -14,7 +14,8 @@ WORKERS ?= 2
 # The same for tests on GPUs, which take turns on all that are visible. Compiling needs cores.
 GPU_WORKERS ?= $(shell echo $$(( ($$(nproc) + 3) / 4 )))
 IMAGE ?= trainer:0.1.0-cpu
-TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+# Bytecode is kept whatever the machine says: tests start hundreds of processes, and each would compile the package anew.
+TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # pytest's code 5 is "no test selected", which is no failure where a marker selects tests.
 OR_NONE := || { code=$$?; [ $$code -eq 5 ] || exit $$code; }
 SHELL_FILES = .ci/run $(shell find . \( -name '*.sh' -o -name '*.sbatch' \) -not -path './.venv/*' -not -path './build/*')

@@ -131,7 +131,7 @@ def test_a_killed_and_resumed_run_is_the_run_without(
 
     def job(name: str, dies_after: int | None = None) -> Job:
         status = None if dies_after is None else dying_after(tmp_path / name, dies_after)
-        shape = ("train.train_batch_size=2", "train.gradient_accumulation_steps=1")
+        shape = ("train.train_batch_size=2", "train.gradient_accumulation_steps=1", "validation.held_out=1")
         chosen = (*settings(family, chats), *shape, *STORAGES[storage])
         made = workshop.job(case, tmp_path / name, *chosen, status=status)
         if storage != "fp8":

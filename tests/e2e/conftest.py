@@ -148,9 +148,11 @@ def environment(folder: Path, port: int, cache: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def starting(workshop: Workshop, nursery: Callable[[], Nursery] | None = None) -> Iterator[Start]:
+def starting(
+    workshop: Workshop, nursery: Callable[[], Nursery] | None = None, *, all_ranks: bool = False
+) -> Iterator[Start]:
     """Starts runs, with more `variables` in their environment, those without a launcher from a nursery if
-    there is one; whatever is left of them at the end is killed.
+    there is one, with `all_ranks` of them; whatever is left of them at the end is killed.
     """
     started: list[Process] = []
 
@@ -172,7 +174,8 @@ def starting(workshop: Workshop, nursery: Callable[[], Nursery] | None = None) -
         popen: subprocess.Popen[str] | Forked
         if nursery is not None and launcher is None:
             is_plain = case in PLAIN_CASES and all(one.startswith(PLAIN_KEYS) for one in overrides)
-            popen = nursery().start(command[1:], environ | ({ALL_RANKS: "1"} if is_plain else {}))
+            forks_all = all_ranks or is_plain
+            popen = nursery().start(command[1:], environ | ({ALL_RANKS: "1"} if forks_all else {}))
         else:
             popen = subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
         runtime = folder / "runtime"
@@ -224,6 +227,19 @@ def start(yard: Workshop, request: pytest.FixtureRequest) -> Iterator[Start]:
 def fork(yard: Workshop, nursery: Callable[..., Nursery], request: pytest.FixtureRequest) -> Iterator[Start]:
     """Fork a run as `start` starts one, for tests of how runs end."""
     with starting(yard, functools.partial(nursery, alternate=is_slow(request))) as starter:
+        yield starter
+
+
+@pytest.fixture
+def fork_ranks(
+    yard: Workshop, nursery: Callable[..., Nursery], request: pytest.FixtureRequest
+) -> Iterator[Start]:
+    """Fork runs with all their ranks, for tests of what neither a start nor the order of hashes decides.
+
+    Two starts in turn come from different nurseries: ranks of two hosts have other orders of hashes.
+    """
+    own = functools.partial(nursery, alternate=is_slow(request))
+    with starting(yard, own, all_ranks=True) as starter:
         yield starter
 
 

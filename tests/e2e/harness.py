@@ -263,7 +263,7 @@ def impatient() -> None:
     """A host that waits for others for seconds, in place of half an hour."""
     from trainer.engine.meeting import meeting
 
-    meeting.PATIENCE_SECONDS = 12.0
+    meeting.PATIENCE_SECONDS = 7.0
 
 
 def small_edits() -> None:

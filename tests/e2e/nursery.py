@@ -4,9 +4,11 @@
 
 Each request is the words after `python` and an environment. They are run by a child as `python -m` would run
 them: own environment, signals, descriptors, streams and exit. A supervisor that came from here forks its rank
-0 the same way, and the others where `make test` has compared the bits of such ranks. Else other ranks,
-launchers' processes, and runs of `make test` that are about more than their end are started by Python itself:
-they prove what a start has to do, and that ranks need no common order of hashes.
+0 the same way, and the others where `make test` has compared the bits of such ranks, or where a test says so;
+a comparison forks its runs. Else other ranks, launchers' processes, and runs of `make test` that are about
+more than their end are started by Python itself: they prove what a start has to do, and that ranks need no
+common order of hashes. Slow tests compare such a rank with one process for each family that shares its base
+with another one, for one family a kind on a set of real shape, with other options, and on another host.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import contextlib
 import gc
 import io
 import json
+import math
 import os
 import runpy
 import select
@@ -23,6 +26,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -92,15 +96,29 @@ class Nursery:
         self._process = subprocess.Popen(words, cwd=ROOT, env={**environ, **path}, pass_fds=[theirs.fileno()])
         theirs.close()
 
-    def start(self, words: Sequence[str], environ: Mapping[str, str]) -> Forked:
-        """Run the words that would follow `python`."""
+    def start(
+        self, words: Sequence[str], environ: Mapping[str, str], *, stdout: Path | None = None
+    ) -> Forked:
+        """Run the words that would follow `python`; what it prints goes to the file `stdout`, if any."""
         read, write = os.pipe()
         ended, tell = os.pipe()
-        request = json.dumps({"words": list(words), "environ": dict(environ)}).encode()
-        socket.send_fds(self._ours, [request], [write, tell])
+        asked = {"words": list(words), "environ": dict(environ), "stdout": stdout and str(stdout)}
+        socket.send_fds(self._ours, [json.dumps(asked).encode()], [write, tell])
         os.close(write)
         os.close(tell)
         return Forked(int(self._ours.recv(64)), read, ended)
+
+    def run(self, words: Sequence[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        """Run the words to their end, as `subprocess.run` with its outputs captured."""
+        with tempfile.NamedTemporaryFile() as printed:
+            started = self.start(words, environ, stdout=Path(printed.name))
+            try:
+                _, errors = started.communicate()
+            finally:
+                started.kill()  # nothing where it has ended
+            return subprocess.CompletedProcess(
+                words, started.wait(), Path(printed.name).read_text(encoding="utf-8"), errors
+            )
 
     def end(self) -> None:
         self._ours.close()
@@ -132,6 +150,7 @@ def _import_all() -> None:
     import torch._dynamo
 
     import trainer.cli.commands
+    import trainer.cli.compare
     import trainer.cli.jobs
     import trainer.cli.measure
     import trainer.cli.train
@@ -177,6 +196,8 @@ def _serve(requests: socket.socket) -> None:
         pid = os.fork()
         if not pid:
             os.dup2(stderr, 2)
+            if asked["stdout"] is not None:
+                os.dup2(os.open(asked["stdout"], os.O_WRONLY), 1)
             _become(asked["words"], asked["environ"], kept=())
         os.close(stderr)
         requests.send(str(pid).encode())
@@ -200,6 +221,7 @@ def _become(words: Sequence[str], environ: Mapping[str, str], kept: Sequence[int
     os.environ.update(environ)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     gc.set_threshold(700, 10, 10)
+    tempfile.tempdir = None  # the environment names it
     vars(weakref.finalize)["_registry"].clear()  # temporary folders of the supervisor are not this process's
     module, arguments = words[words.index("-m") + 1], list(words[words.index("-m") + 2 :])
     sys.argv = [module, *arguments]
@@ -207,6 +229,8 @@ def _become(words: Sequence[str], environ: Mapping[str, str], kept: Sequence[int
     try:
         if module in ("trainer", "tests.e2e.harness") and "--child" not in arguments:
             _fork_ranks()
+        if arguments[:1] == ["compare"]:
+            _fork_compared()
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
@@ -222,8 +246,8 @@ def _become(words: Sequence[str], environ: Mapping[str, str], kept: Sequence[int
         os._exit(code & 0xFF)
 
 
-class _Rank:
-    """A child of a supervisor, with what it asks of `subprocess.Popen`."""
+class _Child:
+    """A child that was forked, with what its parent asks of `subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -235,11 +259,11 @@ class _Rank:
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float = math.inf) -> int:
         end = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() >= end:
-                raise subprocess.TimeoutExpired("forked rank", timeout)
+                raise subprocess.TimeoutExpired("forked child", timeout)
             time.sleep(_LOOK_SECONDS)
         assert self.returncode is not None
         return self.returncode
@@ -248,27 +272,65 @@ class _Rank:
         if self.poll() is None:
             os.kill(self.pid, signum)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
 
 def _fork_ranks() -> None:
     """Have the supervisor of this process fork rank 0 or all of them, which Python itself would start."""
     from trainer.telemetry.supervising import supervisor
 
-    def start(command: list[str], **rest: Any) -> _Rank | subprocess.Popen[bytes]:
+    def start(command: list[str], **rest: Any) -> _Child | subprocess.Popen[bytes]:
         environ = rest["env"]
         if environ.get("RANK", "0") != "0" and ALL_RANKS not in environ:
             return subprocess.Popen(command, **rest)
-        sys.stderr.flush()
-        pid = os.fork()
-        with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)  # whichever of the two comes first
-        if pid:
-            return _Rank(pid)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        _become(command[1:], environ, kept=rest["pass_fds"])
+        return _fork(command[1:], environ, kept=rest["pass_fds"])
 
-    shim = types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
-    vars(supervisor)["subprocess"] = shim
+    vars(supervisor)["subprocess"] = _with_popen(start)
+
+
+def _fork_compared() -> None:
+    """Have the comparison of this process fork its runs, each tied to it as its own start ties one."""
+    from trainer.engine.comparing import child, tied
+    from trainer.telemetry.stop import die_with_parent
+
+    def start(command: list[str], **rest: Any) -> _Child:
+        parent, _, *run = command[command.index(tied.__name__) + 1 :]
+        output = rest["stdout"].fileno()
+
+        def ready() -> None:
+            die_with_parent(int(parent))
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+
+        return _fork(run, rest["env"], kept=(), ready=ready)
+
+    vars(child)["subprocess"] = _with_popen(start)
+
+
+def _with_popen(start: Callable[..., Any]) -> types.SimpleNamespace:
+    """The module `subprocess` with another Popen."""
+    return types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
+
+
+def _fork(
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    kept: Sequence[int],
+    ready: Callable[[], None] = lambda: None,
+) -> _Child:
+    """Fork what `python *words` would be, in a group of its own; `ready` runs in it first."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    with contextlib.suppress(OSError):
+        os.setpgid(pid, pid)  # whichever of the two comes first
+    if pid:
+        return _Child(pid)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    ready()
+    _become(words, environ, kept=kept)
 
 
 def main() -> None:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bench.record import from_json
-from tests.contract.runs import CPU_FACTS, ROOT
+from tests.contract.runs import CPU_FACTS
 from tests.e2e.conftest import common_environment
+from tests.e2e.nursery import ALL_RANKS, Nursery
 from trainer.telemetry.measurement import Table
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_ranks_of_the_quickstart_are_compared(tmp_path: Path) -> None:
-    """The same samples in the same order: before the first update, losses of two ranks of LoRA are equal."""
+def test_two_ranks_of_the_quickstart_are_compared(nursery: Callable[..., Nursery], tmp_path: Path) -> None:
+    """The same samples in the same order: before the first update, losses of two ranks of LoRA are equal.
+
+    Its ten training processes are forked: tests/unit/comparing starts and ends processes of a comparison.
+    """
     words = [
         "compare", "train_configs/quickstart.yaml", "--vary", "lora.rank=2,8", "--gpus", "2",
         "--steps", "3", "--warmup", "1", "--rounds", "1", "--learn", "4",
@@ -32,9 +35,9 @@ def test_two_ranks_of_the_quickstart_are_compared(tmp_path: Path) -> None:
         "TRAINER_FACTS": str(CPU_FACTS),
         "TRAINER_CACHE_DIR": str(tmp_path / "cache"),
         "TMPDIR": str(tmp_path),
+        ALL_RANKS: "1",
     }
-    command = [sys.executable, "-m", "trainer", *words]
-    ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    ended = nursery(alternate=True).run(["-m", "trainer", *words], environ)
     assert ended.returncode == 0, ended.stderr
     assert "A and B: the plans are equal" in ended.stdout.splitlines()[0]
     assert "the configurations differ in lora.rank (2, 8)" in ended.stdout

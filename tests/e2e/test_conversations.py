@@ -8,8 +8,7 @@ import functools
 import json
 import math
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import random_bases
-from tests.contract.runs import ROOT
+from tests.e2e.nursery import ALL_RANKS, Nursery
 
 QUESTIONS = [(f"How many are {n} and {n}?", " and ".join(["one"] * (n + 1))) for n in range(9)]
 HELD_OUT = [
@@ -48,9 +47,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@functools.cache
-def trained(place: Path, gpus: int, *overrides: str) -> tuple[Path, str]:
-    """The run's folder and what it printed."""
+Trained = Callable[..., tuple[Path, str]]
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path, nursery: Callable[..., Nursery]) -> Trained:
+    """`trained(GPUS, OVERRIDE...)` gives a run's folder and what it printed; each is trained once."""
+    return functools.cache(functools.partial(_train, place, nursery))
+
+
+def _train(place: Path, nursery: Callable[..., Nursery], gpus: int, *overrides: str) -> tuple[Path, str]:
     name = f"run-{gpus}-{len(overrides)}"
     columns = {"prompt": "q", "response": "a", "system": "by"}
     content = {
@@ -72,15 +78,16 @@ def trained(place: Path, gpus: int, *overrides: str) -> tuple[Path, str]:
     }  # fmt: skip
     file = place / f"{name}.yaml"
     file.write_text(json.dumps(content))
-    environ = {**os.environ, "TRAINER_PROFILE": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "TRAINER_PROFILE": "cpu", "OMP_NUM_THREADS": "1"}
     environ |= {
         "TRAINER_RUNTIME_DIR": str(place / f"{name}-runtime"),
         "TRAINER_CACHE_DIR": str(place / "cache"),
     }
     environ["TRAINER_METRICS_PORT"] = "0"
+    if gpus == 4:  # of two the second is a process of its own
+        environ[ALL_RANKS] = "1"
     words = [one for override in overrides for one in ("--set", override)]
-    command = [sys.executable, "-m", "trainer", "train", str(file), *words]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    done = nursery(alternate=True).run(["-m", "trainer", "train", str(file), *words], environ)
     assert done.returncode == (78 if "data.chat_template=auto" in overrides else 0), done.stderr
     return place / name, done.stderr
 
@@ -110,8 +117,8 @@ def brute_force(model: Any, tokenizer: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-def test_a_base_without_a_template_is_trained_and_read_by_others(place: Path) -> None:
-    run, printed = trained(place, 1, "data.chat_template=llama3")
+def test_a_base_without_a_template_is_trained_and_read_by_others(place: Path, trained: Trained) -> None:
+    run, printed = trained(1, "data.chat_template=llama3")
     tokenizer = AutoTokenizer.from_pretrained(run / "lora")
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Hello! "}]
     assert tokenizer.apply_chat_template(messages, tokenize=False) == (
@@ -146,18 +153,20 @@ def _published(file: Path, run: Path, last: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_template_the_setting_is_named(place: Path) -> None:
-    _, printed = trained(place, 1, "data.chat_template=auto", "train.seed=1")
+def test_without_a_template_the_setting_is_named(trained: Trained) -> None:
+    _, printed = trained(1, "data.chat_template=auto", "train.seed=1")
     assert "has no chat template" in printed and "write data.chat_template: alpaca, " in printed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus", [2, 4])
-def test_epochs_and_held_out_values_are_the_runs_and_not_of_its_processes(place: Path, gpus: int) -> None:
-    alone, _ = trained(place, 1, "data.chat_template=llama3")
+def test_epochs_and_held_out_values_are_the_runs_and_not_of_its_processes(
+    gpus: int, place: Path, trained: Trained
+) -> None:
+    alone, _ = trained(1, "data.chat_template=llama3")
     info = ("validation.chat_file=null", "validation.columns=null", "validation.name=mine")
     info += (f"validation.dataset_info={place / 'dataset_info.json'}", "data.chat_template=llama3")
-    several, _ = trained(place, gpus, *info)
+    several, _ = trained(gpus, *info)
     assert measured(several) == measured(alone)
     file = "lora/adapter_model.safetensors"
     assert (several / file).read_bytes() == (alone / file).read_bytes()

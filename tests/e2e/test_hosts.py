@@ -53,13 +53,13 @@ FOUR = ("train.train_batch_size=1", "train.gradient_accumulation_steps=4", "vali
 
 @pytest.mark.slow
 def test_two_ranks_on_each_of_two_hosts_share_a_base_and_give_the_bits_of_one(
-    start: Start, tmp_path: Path
+    fork_ranks: Start, tmp_path: Path
 ) -> None:
     """Blocks lie with the ranks of one host in turn, and shards of files are read once a host."""
-    straight = start(FIRST, tmp_path / "straight", *FOUR)
+    straight = fork_ranks(FIRST, tmp_path / "straight", *FOUR)
     ended(straight)
     shared = ("parallel.gpus=4", "parallel.shard=full", "checkpoint.checkpointing_steps=1000")
-    both = start_hosts(start, FIRST, tmp_path, *FOUR, *shared)
+    both = start_hosts(fork_ranks, FIRST, tmp_path, *FOUR, *shared)
     printed, other = " ".join(ended(both[0]).split()), ended(both[1])
     assert "blocks over 2" in printed and "blocks lie with 2 ranks in turn" in printed
     assert "2 on each of 2 hosts" in printed and "rank 3" not in other
@@ -68,25 +68,25 @@ def test_two_ranks_on_each_of_two_hosts_share_a_base_and_give_the_bits_of_one(
 
 
 @pytest.mark.slow
-def test_a_full_fine_tune_lies_in_rows_over_two_hosts(start: Start, tmp_path: Path) -> None:
+def test_a_full_fine_tune_lies_in_rows_over_two_hosts(fork_ranks: Start, tmp_path: Path) -> None:
     """In a folder that both see; stopped by one host, and gone on with. Refused where each has its own."""
-    straight = start(FULL, tmp_path / "straight", SURE)
+    straight = fork_ranks(FULL, tmp_path / "straight", SURE)
     ended(straight)
     two = (TWO, SURE)
     late = "checkpoint.checkpointing_steps=1000"
-    apart = start_hosts(start, FULL, tmp_path / "apart", *two, apart=True)
+    apart = start_hosts(fork_ranks, FULL, tmp_path / "apart", *two, apart=True)
     for process in apart:
         code, errors = process.end()
         assert code == ExitCode.BAD_CONFIG, errors
         assert "host 1 does not see the folder of host 0" in errors
-    both = start_hosts(start, FULL, tmp_path, *two, late, knobs={1: {"patch": "rank"}})
+    both = start_hosts(fork_ranks, FULL, tmp_path, *two, late, knobs={1: {"patch": "rank"}})
     both[1].wait_for_phase(Phase.TRAIN, step=2)
     both[1].popen.send_signal(signal.SIGTERM)
     for process in both:
         code, errors = process.end()
         assert code == ExitCode.STOPPED, errors
     (saved,) = steps_saved(both[0].run_dir)
-    again = start_hosts(start, FULL, tmp_path, *two)
+    again = start_hosts(fork_ranks, FULL, tmp_path, *two)
     printed, _ = ended(again[0]), ended(again[1])
     assert f"resumed from {saved}" in printed and "rows over 2" in " ".join(printed.split())
     require_as_one(again[0], straight)
@@ -94,12 +94,12 @@ def test_a_full_fine_tune_lies_in_rows_over_two_hosts(start: Start, tmp_path: Pa
 
 @pytest.mark.slow
 def test_hosts_with_folders_of_their_own_stop_together_and_go_on_on_one_and_on_two(
-    start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
+    fork_ranks: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
     """SIGTERM to the second host alone; its checkpoint, its cache and its last previews need host 0's."""
     late = "checkpoint.checkpointing_steps=1000"
     slow = {1: {"patch": "rank"}}
-    both = start_hosts(start, FIRST, tmp_path, late, apart=True, knobs=slow)
+    both = start_hosts(fork_ranks, FIRST, tmp_path, late, apart=True, knobs=slow)
     both[1].wait_for_phase(Phase.TRAIN, step=2)
     both[1].popen.send_signal(signal.SIGTERM)
     for number, process in enumerate(both):
@@ -113,7 +113,7 @@ def test_hosts_with_folders_of_their_own_stop_together_and_go_on_on_one_and_on_t
     (saved,) = steps_saved(both[0].run_dir)
     assert not steps_saved(both[1].run_dir)
 
-    again = start_hosts(start, FIRST, tmp_path, apart=True)
+    again = start_hosts(fork_ranks, FIRST, tmp_path, apart=True)
     printed, other = ended(again[0]), ended(again[1])
     assert f"resumed from {saved}" in printed
     assert f"{saved}: " in other and "came from host 0" in other
@@ -125,14 +125,14 @@ def test_hosts_with_folders_of_their_own_stop_together_and_go_on_on_one_and_on_t
 @pytest.mark.slow
 @pytest.mark.parametrize(("every", "held_out"), [(1, 1), (2, 1), (50, 1), (50, 0)])
 def test_a_loss_that_is_not_finite_ends_all_hosts_with_its_code(
-    every: int, held_out: int, start: Start, tmp_path: Path
+    every: int, held_out: int, fork_ranks: Start, tmp_path: Path
 ) -> None:
     """Seen by rank 0 alone where that writes a line, else by all of them in the next step: also after a round
     of validation for which nothing is held out.
     """
     rounds = ("validation.every_steps=1", f"validation.held_out={held_out}")
     words = ("lora.alpha=1e30", f"train.log_every_steps={every}", *(() if held_out else rounds), TWO)
-    both = start_hosts(start, FIRST, tmp_path, *words)
+    both = start_hosts(fork_ranks, FIRST, tmp_path, *words)
     for process in both:
         code, errors = process.end()
         assert code == ExitCode.DIVERGED, errors
@@ -142,12 +142,12 @@ def test_a_loss_that_is_not_finite_ends_all_hosts_with_its_code(
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_stop_of_one_host_before_training_is_a_stop_of_all(
-    asked: int, start: Start, tmp_path: Path
+    asked: int, fork_ranks: Start, tmp_path: Path
 ) -> None:
     """While both encode, each what the other one waits for."""
     slow, is_there = MOMENTS["cache"]
     knobs = {host: {"patch": slow} for host in (0, 1)}
-    both = start_hosts(start, FIRST, tmp_path, knobs=knobs, cache=tmp_path / "cache")
+    both = start_hosts(fork_ranks, FIRST, tmp_path, knobs=knobs, cache=tmp_path / "cache")
     both[0].wait_until(lambda: (found := both[0].status()) is not None and is_there(found))
     both[asked].popen.send_signal(signal.SIGTERM)
     words = ["stopped on request", f"host {asked} was asked to stop"]

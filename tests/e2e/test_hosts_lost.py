@@ -60,12 +60,12 @@ def require_lost(process: Process, began: float, *words: str) -> str:
     ("moment", "lost"), [("cache", 1), ("train", 0), ("save", 1)], ids=lambda one: str(one)
 )
 def test_a_host_killed_at_any_moment_ends_the_others_and_the_run_goes_on(
-    moment: str, lost: int, start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
+    moment: str, lost: int, fork_ranks: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
     """Host 0 has the store and the files. Gone on with on one host, or on two."""
     slow, is_there = MOMENTS[moment]
     knobs = {} if slow is None else {0: {"patch": slow}, 1: {"patch": slow}}
-    both = start_hosts(start, FIRST, tmp_path, knobs=knobs, cache=tmp_path / "cache")
+    both = start_hosts(fork_ranks, FIRST, tmp_path, knobs=knobs, cache=tmp_path / "cache")
     both[0].wait_until(lambda: (found := both[0].status()) is not None and is_there(found))
     memory = set(Path("/dev/shm").iterdir())
     began = time.monotonic()
@@ -76,16 +76,16 @@ def test_a_host_killed_at_any_moment_ends_the_others_and_the_run_goes_on(
     assert set(Path("/dev/shm").iterdir()) <= memory
     if moment != "cache":
         count = {"train": 2, "save": 1}[moment]
-        again = start_hosts(start, FIRST, tmp_path, count=count, cache=tmp_path / "cache")
+        again = start_hosts(fork_ranks, FIRST, tmp_path, count=count, cache=tmp_path / "cache")
         for process in again:
             ended(process)
         require_equal(again[0].run_dir, uninterrupted(FIRST).run_dir)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_host_that_is_frozen_ends_the_others(lost: int, start: Start, tmp_path: Path) -> None:
+def test_a_host_that_is_frozen_ends_the_others(lost: int, fork_ranks: Start, tmp_path: Path) -> None:
     """Its connections stay open: it is its silence that is seen. When it thaws it ends as well."""
-    both = start_hosts(start, FIRST, tmp_path, "train.max_train_steps=100000")
+    both = start_hosts(fork_ranks, FIRST, tmp_path, "train.max_train_steps=100000")
     for process in both:
         process.wait_for_phase(Phase.TRAIN, step=2)
     began = time.monotonic()
@@ -100,11 +100,13 @@ def test_a_host_that_is_frozen_ends_the_others(lost: int, start: Start, tmp_path
     assert all(is_gone(pid) for pid in ranks)
 
 
-def test_of_three_hosts_one_is_lost_and_the_error_stays_where_it_was(start: Start, tmp_path: Path) -> None:
+def test_of_three_hosts_one_is_lost_and_the_error_stays_where_it_was(
+    fork_ranks: Start, tmp_path: Path
+) -> None:
     """An error that was not agreed on keeps its code on its host; the others end with 76."""
     six = ("train.train_batch_size=1", "train.gradient_accumulation_steps=6", "train.max_train_steps=10000")
     knobs = {1: {"patch": "failing"}}
-    all_three = start_hosts(start, FIRST, tmp_path, *six, count=3, knobs=knobs)
+    all_three = start_hosts(fork_ranks, FIRST, tmp_path, *six, count=3, knobs=knobs)
     code, errors = all_three[1].end()
     assert code == ExitCode.BAD_DATA, errors
     assert "rank 1: error: rank 1 alone cannot go on" in errors

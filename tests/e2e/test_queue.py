@@ -16,6 +16,7 @@ import pytest
 
 from tests.contract.runs import CASES, ROOT, STEPS, Workshop, different, files, numbers, products
 from tests.e2e.conftest import PATIENCE_SECONDS, environment
+from tests.e2e.nursery import Nursery
 from trainer.queue import jobfiles
 from trainer.queue.launcher import State
 from trainer.queue.local import Local
@@ -28,12 +29,11 @@ NOT_THE_JOBS = {"TRAINER__TRAIN__MAX_TRAIN_STEPS": "1", "RANK": "1", "WORLD_SIZE
 """Variables of the scheduler that would change a run."""
 
 
-def trainer_of(environ: dict[str, str]) -> Callable[..., str]:
-    """The command, which has to end well; gives all that it printed."""
+def trainer_of(nursery: Callable[..., Nursery], environ: dict[str, str]) -> Callable[..., str]:
+    """The command, which has to end well; gives all that it printed. The queue's own runs are not forked."""
 
     def trainer(*words: str) -> str:
-        command = [sys.executable, "-m", "trainer", *words]
-        ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+        ended = nursery(alternate=True).run(["-m", "trainer", *words], environ)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout + ended.stderr
 
@@ -41,10 +41,10 @@ def trainer_of(environ: dict[str, str]) -> Callable[..., str]:
 
 
 @pytest.mark.slow
-def test_a_group_is_run_in_order(yard: Workshop, tmp_path: Path) -> None:
+def test_a_group_is_run_in_order(yard: Workshop, nursery: Callable[..., Nursery], tmp_path: Path) -> None:
     config = yard.write_config(LORA, tmp_path)
     environ = environment(tmp_path, 0, yard.cache) | {"TRAINER_QUEUE_DIR": str(tmp_path / "queue")}
-    trainer = partial(trainer_of(environ), "queue")
+    trainer = partial(trainer_of(nursery, environ), "queue")
     trainer("add", str(config), "--name", "cats", "--vary", f"train.max_train_steps=100000,{STEPS}")
     config.write_text("edited: later")
     queue = Local(folder=tmp_path / "queue")
@@ -83,12 +83,12 @@ def test_a_group_is_run_in_order(yard: Workshop, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_more_steps_from_a_page_are_those_of_a_command(
-    yard: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    yard: Workshop, nursery: Callable[..., Nursery], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four steps, and three more in the same folder: by the studio and the queue, then by hand."""
     config, run, before = yard.write_config(LORA, tmp_path), tmp_path / "run", tmp_path / "before"
     environ = environment(tmp_path, 0, yard.cache) | {"TRAINER_QUEUE_DIR": str(tmp_path / "queue")}
-    trainer = trainer_of(environ)
+    trainer = trainer_of(nursery, environ)
     trainer("train", str(config), "--set", "train.max_train_steps=4")
     shutil.copytree(run, before)
     for name in ("TRAINER_QUEUE_DIR", "TRAINER_FACTS"):

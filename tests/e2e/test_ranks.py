@@ -134,34 +134,34 @@ def assert_shared_as_whole(start: Start, folder: Path, setting: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["bf16", "int8", "nf4", "fp8"])
-def test_every_storage_lies_with_two_ranks(weights: str, start: Start, tmp_path: Path) -> None:
-    assert_shared_as_whole(start, tmp_path, f"features.weights={weights}")
+def test_every_storage_lies_with_two_ranks(weights: str, fork_ranks: Start, tmp_path: Path) -> None:
+    assert_shared_as_whole(fork_ranks, tmp_path, f"features.weights={weights}")
 
 
 @pytest.mark.slow
 def test_modulation_is_read_backward_where_the_embedding_of_sigma_is_trained(
-    start: Start, tmp_path: Path
+    fork_ranks: Start, tmp_path: Path
 ) -> None:
     """Elsewhere its weights are not there in backward: an operator that read them would end the process."""
-    assert_shared_as_whole(start, tmp_path, "lora.target_modules=[to_q, timestep_embedder.linear_1]")
+    assert_shared_as_whole(fork_ranks, tmp_path, "lora.target_modules=[to_q, timestep_embedder.linear_1]")
 
 
 @pytest.mark.slow
 def test_a_base_over_four_ranks_and_then_a_whole_one(
-    start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
+    fork_ranks: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
     """Steps of four samples, killed at a checkpoint and gone on with by one process."""
     four = ("train.train_batch_size=1", "train.gradient_accumulation_steps=4")
-    straight = start(FIRST, tmp_path / "straight", *four)
+    straight = fork_ranks(FIRST, tmp_path / "straight", *four)
     ended(straight)
-    process = start(FIRST, tmp_path / "run", *four, "parallel.gpus=4", "parallel.shard=full")
+    process = fork_ranks(FIRST, tmp_path / "run", *four, "parallel.gpus=4", "parallel.shard=full")
     process.wait_until((process.run_dir / "checkpoints" / "step-000005").is_dir)
     children = pids(process, 4)
     os.kill(children[3], signal.SIGKILL)
     code, errors = process.end()
     assert code == KILLED, errors
     assert all(is_gone(pid) for pid in children)
-    again = start(FIRST, tmp_path / "run", *four)
+    again = fork_ranks(FIRST, tmp_path / "run", *four)
     assert "resumed from step-000005" in ended(again)
     require_equal(again.run_dir, straight.run_dir)
 
@@ -386,10 +386,10 @@ def test_ranks_talk_at_ends_only(
 
 @pytest.mark.slow
 def test_nothing_reads_a_weight_that_is_not_staged(
-    start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
+    fork_ranks: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
     """Training, previews, held-out loss, proof and both files: no operator meets an empty page."""
-    process = start(FIRST, tmp_path, *SHARDED, knobs={"patch": "guarded"})
+    process = fork_ranks(FIRST, tmp_path, *SHARDED, knobs={"patch": "guarded"})
     errors = ended(process)
     assert not different(products(process.run_dir), products(uninterrupted(FIRST).run_dir))
     counts = [int(line.split()[2]) for line in errors.splitlines() if line.startswith("guarded operators: ")]
@@ -397,8 +397,8 @@ def test_nothing_reads_a_weight_that_is_not_staged(
 
 
 @pytest.mark.slow
-def test_a_weight_that_is_read_without_being_staged_is_an_error(start: Start, tmp_path: Path) -> None:
-    process = start(FIRST, tmp_path, *SHARDED, knobs={"patch": "unstaged"})
+def test_a_weight_that_is_read_without_being_staged_is_an_error(fork_ranks: Start, tmp_path: Path) -> None:
+    process = fork_ranks(FIRST, tmp_path, *SHARDED, knobs={"patch": "unstaged"})
     code, errors = process.end(400)
     assert code == 1, errors
     assert "aten.clone.default reads " in errors and "which is not staged" in errors
@@ -464,7 +464,7 @@ def test_two_ranks_give_the_bits_of_one_with_other_options(
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch", "steps", "ranks"), [(1, 4, (1, 2, 4)), (2, 2, (1, 2))])
 def test_few_samples_of_two_shapes_are_shared_as_one_process_takes_them(
-    batch: int, steps: int, ranks: tuple[int, ...], start: Start, tmp_path: Path
+    batch: int, steps: int, ranks: tuple[int, ...], fork_ranks: Start, tmp_path: Path
 ) -> None:
     """Three pictures for four ranks; and batches that are parted by shape, so that rounds are short."""
     folder = tmp_path / "three"
@@ -480,7 +480,7 @@ def test_few_samples_of_two_shapes_are_shared_as_one_process_takes_them(
     )
     done = []
     for number in ranks:
-        process = start(FIRST, tmp_path / str(number), *options, f"parallel.gpus={number}")
+        process = fork_ranks(FIRST, tmp_path / str(number), *options, f"parallel.gpus={number}")
         printed = " ".join(ended(process).split())
         assert "10 steps see 40 samples: 13.3 epochs of 3" in printed
         assert ("micro-batches a step, of 1 to 2 samples" in printed) == (batch == 2)
@@ -494,9 +494,13 @@ def test_few_samples_of_two_shapes_are_shared_as_one_process_takes_them(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", without(LORA_CASES, ALIKE), ids=str)
 def test_one_two_and_four_ranks_are_equal_on_a_set_of_real_shape(
-    case: Case, start: Start, tmp_path: Path
+    case: Case, start: Start, fork_ranks: Start, tmp_path: Path
 ) -> None:
-    """With EMA, an adapter's dropout, dropped captions and batches that are parted by shape."""
+    """With EMA, an adapter's dropout, dropped captions and batches that are parted by shape.
+
+    Of one family a kind the second of two ranks is a process of its own, with another order of hashes; the
+    runs of the others, which come from two nurseries in turn, differ in that order alone.
+    """
     more = ("train.ema_decay=0.9", "lora.dropout=0.1", "train.gradient_accumulation_steps=4")
     # one rank of two draws two previews, and of four one draws none
     more += ('validation.prompts=["an apple", "a red car", "a cup"]',)
@@ -504,7 +508,10 @@ def test_one_two_and_four_ranks_are_equal_on_a_set_of_real_shape(
     knobs = {"patch": "edits"} if edits(case.family) else None  # in megapixels it would take minutes
     done = []
     for number in (1, 2, 4):
-        process = start(case, tmp_path / str(number), *chosen, f"parallel.gpus={number}", knobs=knobs)
+        starts_own = number == 2 and case.family in ("qwen_image", "qwen_image_edit", "llama")
+        process = (start if starts_own else fork_ranks)(
+            case, tmp_path / str(number), *chosen, f"parallel.gpus={number}", knobs=knobs
+        )
         ended(process)
         done.append(process.run_dir)
     for other in done[1:]:

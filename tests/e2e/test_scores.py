@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 
 from tests.contract.runs import LORA_CASES, different, numbers, products
 from tests.e2e.conftest import ROOT, Start, common_environment
+from tests.e2e.nursery import Nursery
 from tests.scoring_models import write_clip, write_dinov2
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 from trainer.telemetry.status import read_status, verdict
@@ -26,25 +27,19 @@ NEVER_BETTER = (
 )
 
 
-def trainer(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    own = {
-        "TRAINER_RUNTIME_DIR": str(folder / "runtime"),
-        "TRAINER_CACHE_DIR": str(folder / "cache"),
-        "TRAINER_METRICS_PORT": "0",
-        "HF_HUB_OFFLINE": "1",
-    }
-    return subprocess.run(
-        [sys.executable, "-m", "trainer", *words],
-        cwd=ROOT,
-        env=common_environment() | own | variables,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-
-
 @pytest.mark.slow
-def test_the_quickstart_is_measured_while_it_trains_and_by_the_command(tmp_path: Path) -> None:
+def test_the_quickstart_is_measured_while_it_trains_and_by_the_command(
+    nursery: Callable[..., Nursery], tmp_path: Path
+) -> None:
+    environ = common_environment() | {
+        "TRAINER_RUNTIME_DIR": str(tmp_path / "runtime"),
+        "TRAINER_CACHE_DIR": str(tmp_path / "cache"),
+        "TRAINER_METRICS_PORT": "0",
+    }
+
+    def trainer(*words: str, **variables: str) -> CompletedProcess[str]:
+        return nursery(alternate=True).run(["-m", "trainer", *words], environ | variables)
+
     clip, dinov2 = write_clip(tmp_path / "clip"), write_dinov2(tmp_path / "dinov2")
     values = {
         "train.max_train_steps": "4",
@@ -59,16 +54,16 @@ def test_the_quickstart_is_measured_while_it_trains_and_by_the_command(tmp_path:
     }
     options = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
     config, run = "train_configs/quickstart.yaml", tmp_path / "run"
-    plan = trainer(tmp_path, "plan", config, "--output", str(run), *options)
+    plan = trainer("plan", config, "--output", str(run), *options)
     planned = " ".join(plan.stdout.split())
     assert "loaded after each round of previews on the CPU" in planned and "scoring" in planned, plan.stderr
-    done = trainer(tmp_path, "train", config, "--output", str(run), *options)
+    done = trainer("train", config, "--output", str(run), *options)
     assert done.returncode == 0, done.stderr
     rows = [row for row in read_metrics(run / METRICS_LOG) if "score_data" in row]
     assert [row["step"] for row in rows] == [0, 2, 4]
 
     # what lies over files for other runs does not lie over this one's
-    scored = trainer(tmp_path, "score", str(run), "--json", TRAINER__VALIDATION__DINOV2_MODEL="nowhere")
+    scored = trainer("score", str(run), "--json", TRAINER__VALIDATION__DINOV2_MODEL="nowhere")
     assert scored.returncode == 0, scored.stderr
     rounds: list[dict[str, Any]] = json.loads(scored.stdout)["rounds"]
     assert [one["step"] for one in rounds] == [0, 2, 4]
@@ -76,7 +71,7 @@ def test_the_quickstart_is_measured_while_it_trains_and_by_the_command(tmp_path:
         assert one["metrics"] == pytest.approx({name: row[name] for name in NAMES})
         assert one["refused"]["kid"].startswith("3 pictures, and 50 are needed")
         assert one["refused"]["fid"].startswith("3 pictures, and 10,000 are needed")
-    table = trainer(tmp_path, "score", str(run)).stdout.splitlines()
+    table = trainer("score", str(run)).stdout.splitlines()
     assert table[0].split()[:3] == ["step", "pictures", "clip_t"] and len(table) == 4
 
     # a training picture among the generated ones, with prompts of a file
@@ -86,16 +81,16 @@ def test_the_quickstart_is_measured_while_it_trains_and_by_the_command(tmp_path:
     prompts.write_text("unicorn\nrobot\nunicorn\nanchor\n")
     given = ["--pictures", str(folder), "--data", "examples/style", "--prompts", str(prompts)]
     models = ["--clip", str(clip), "--dinov2", str(dinov2), "--threshold", "0.9999"]
-    copied = trainer(tmp_path, "score", *given, *models)
+    copied = trainer("score", *given, *models)
     assert copied.returncode == 0, copied.stderr
     said = (
         "warning: drawn/03.png is nearly the training picture style/anchor.png: cosine 1.0000, above 0.9999"
     )
     assert [line for line in copied.stderr.splitlines() if line.startswith("warning")] == [said]
     prompts.write_text("unicorn\n")
-    short = trainer(tmp_path, "score", *given, *models)
+    short = trainer("score", *given, *models)
     assert short.returncode == 65 and "1 prompt for 4 pictures" in short.stderr
-    gone = trainer(tmp_path, "score", str(run), "--dinov2", str(tmp_path / "nowhere"))
+    gone = trainer("score", str(run), "--dinov2", str(tmp_path / "nowhere"))
     assert gone.returncode == 78 and "nowhere does not exist" in gone.stderr
 
 

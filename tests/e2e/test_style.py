@@ -6,8 +6,6 @@ on a fresh base model. So are the base model alone and a LoRA of another style, 
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from PIL import Image
 from scripts.style import is_style
 from tests.contract.runs import ROOT, job_of
 from tests.e2e.conftest import environment, free_port
+from tests.e2e.nursery import Nursery
 from tests.overlap import overlap
 
 pytestmark = pytest.mark.slow
@@ -46,6 +45,7 @@ class Measured:
 
 
 Measure = Callable[[Path | None], Measured]
+Train = Callable[[str, Path, int], Path]
 
 
 def shortcomings(base: Measured, model: Measured) -> list[str]:
@@ -112,27 +112,31 @@ def base(measure: Measure) -> Measured:
     return measure(None)
 
 
-def train(work: Path, name: str, pictures: Path, steps: int) -> Path:
-    """The LoRA file of a run of the quickstart on `pictures`, without its previews."""
-    settings = [f"train.max_train_steps={steps}", "validation.prompts=[]", "validation.img_dir=null"]
-    arguments = ["--dataset", str(pictures), "--output", str(work / name)]
-    command = [sys.executable, "-m", "trainer", "train", str(QUICKSTART), *arguments]
-    command += [word for setting in settings for word in ("--set", setting)]
-    environ = environment(work, free_port(), work / "cache")
-    subprocess.run(command, cwd=ROOT, env=environ, check=True, capture_output=True)
-    return work / name / "lora" / f"{name}.safetensors"
+@pytest.fixture(scope="module")
+def train(work: Path, nursery: Callable[..., Nursery]) -> Train:
+    """Gives the LoRA file of a run of the quickstart by name, pictures and steps, without its previews."""
+
+    def trained(name: str, pictures: Path, steps: int) -> Path:
+        settings = [f"train.max_train_steps={steps}", "validation.prompts=[]", "validation.img_dir=null"]
+        words = ["-m", "trainer", "train", str(QUICKSTART), "--dataset", str(pictures)]
+        words += ["--output", str(work / name)]
+        words += [word for setting in settings for word in ("--set", setting)]
+        nursery(alternate=True).run(words, environment(work, free_port(), work / "cache")).check_returncode()
+        return work / name / "lora" / f"{name}.safetensors"
+
+    return trained
 
 
 @pytest.fixture(scope="module")
-def styled(work: Path, measure: Measure) -> Measured:
+def styled(train: Train, measure: Measure) -> Measured:
     """With a LoRA of the style."""
-    return measure(train(work, "styled", STYLE, STEPS))
+    return measure(train("styled", STYLE, STEPS))
 
 
 @pytest.fixture(scope="module")
-def brown(work: Path, measure: Measure) -> Measured:
+def brown(work: Path, train: Train, measure: Measure) -> Measured:
     """With a LoRA of another style."""
-    return measure(train(work, "brown", recoloured(work / "pictures"), OTHER_STEPS))
+    return measure(train("brown", recoloured(work / "pictures"), OTHER_STEPS))
 
 
 def test_the_lora_teaches_the_style(base: Measured, styled: Measured) -> None:
