@@ -171,12 +171,12 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
 
 
 def _tell_other_held_out(context: Context, held_out: HeldOut | None) -> None:
-    """Say where losses that were measured so far are of other samples, or of other settings."""
+    """Say where losses that were measured so far are of other samples, other settings or another version."""
     rows = [row for row in read_metrics(context.run_dir / METRICS_LOG) if "validation_loss" in row]
     if held_out is not None and rows and rows[-1].get("validation_data") != held_out.data:
         context.say(
-            f"the held-out images or settings changed: from here on the held-out loss does not compare with "
-            f"that of step {rows[-1]['step']} and before"
+            "the held-out samples or their settings changed, or an earlier version measured: from here on the"
+            f" held-out loss does not compare with that of step {rows[-1]['step']} and before"
         )
 
 

@@ -23,6 +23,7 @@ _CHANGE_COUNTER = slice(24, 28)
 """Bytes of SQLite's header that count transactions which wrote: sqlite.org/fileformat.html."""
 _MACHINE_ID = Path("/etc/machine-id")
 _DAMAGED = "the file is damaged: move it away; runs and their folders stay, the order of jobs is lost"
+_GO_BACK = "use the version of the trainer that wrote it, or name another TRAINER_QUEUE_DIR"
 _REFUSED = "let this user read and write its folder, or name another one in TRAINER_QUEUE_DIR"
 _REMEDIES: dict[int, str] = {
     sqlite3.SQLITE_CORRUPT: _DAMAGED,
@@ -117,7 +118,7 @@ def _connected(path: Path) -> sqlite3.Connection:
 def read_jobs(folder: Path) -> list[Job]:
     """All jobs in their order, as they are at one moment, whichever machine's; none without a database.
 
-    Raises StorageError where it cannot be read.
+    Raises StorageError where it cannot be read, or is a newer version's.
     """
     path = folder / DATABASE_FILE
     with atomic.reading_told(path):
@@ -126,8 +127,10 @@ def read_jobs(folder: Path) -> list[Job]:
     try:
         with contextlib.closing(_connected(path)) as connection, connection:
             connection.execute("BEGIN")
-            made = connection.execute("PRAGMA user_version").fetchone()[0]
-            return jobs(connection) if made else []
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            if version > _VERSION:  # its tables may be others
+                raise StorageError(_newer(version), where=str(path), remedy=_GO_BACK)
+            return jobs(connection) if version else []
     except sqlite3.DatabaseError as error:
         raise _unusable(path, error) from error
 
@@ -146,6 +149,10 @@ def changes(folder: Path) -> bytes | None:
             return None
 
 
+def _newer(version: int) -> str:
+    return f"a newer trainer wrote this queue (version {version})"
+
+
 def _unusable(path: Path, error: sqlite3.DatabaseError) -> StorageError:
     # the low byte is the kind, the rest its details: sqlite.org/rescode.html
     remedy = _REMEDIES.get(error.sqlite_errorcode & 0xFF, "free space on its disk, or repair that")
@@ -162,10 +169,7 @@ def _prepare(connection: sqlite3.Connection, path: Path, machine: Machine) -> No
         connection.execute(f"PRAGMA user_version = {_VERSION}")
         return
     if version != _VERSION:
-        remedy = "use the version of the trainer that wrote it, or name another TRAINER_QUEUE_DIR"
-        raise ConfigError(
-            f"a newer trainer wrote this queue (version {version})", where=str(path), remedy=remedy
-        )
+        raise ConfigError(_newer(version), where=str(path), remedy=_GO_BACK)
     known, boot = connection.execute("SELECT machine, boot FROM machine").fetchone()
     if boot == machine.boot:
         if machine.id and not known:  # a container without the file began it

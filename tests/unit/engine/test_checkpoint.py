@@ -253,9 +253,19 @@ def test_another_run_is_refused_with_every_difference(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="data: images, captions, conversations or what is done with them"):
         one, two = {"data": "18c0a833651f21ef"}, {"data": "57a2d81abf5c18d5"}
         checkpoint.require_same_run(folder, one, two, print)
-    with pytest.raises(ConfigError, match="go on with the version that began the run"):
-        older, newer = {"seed": "0"}, {"seed": "0", "sample_order": "drawn by the step"}
-        checkpoint.require_same_run(folder, older, newer, print)
+
+
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_an_order_of_samples_that_no_key_has_is_not_to_be_set_back(tmp_path: Path, seed: str) -> None:
+    """A checkpoint of before samples were drawn by the step, whatever else differs."""
+    older, newer = {"seed": "0"}, {"seed": seed, "sample_order": "drawn by the step"}
+    with pytest.raises(ConfigError) as caught:
+        checkpoint.require_same_run(save(tmp_path, 1), older, newer, print)
+    text = str(caught.value)
+    assert "sample_order: this version puts other samples into a step than the one that began the run" in text
+    assert text.endswith(
+        "-> go on with the version that began the run, or choose another output_dir to start afresh"
+    )
 
 
 def test_an_older_checkpoint_that_is_in_use_ends_no_run(

@@ -261,6 +261,10 @@ def test_a_file_that_cannot_be_used_is_told(queue: FakeLocal) -> None:
         connection.execute("PRAGMA user_version = 99")
     with pytest.raises(ConfigError, match="newer trainer"):
         queue.start_due()
+    with sqlite3.connect(path) as connection:
+        connection.execute("ALTER TABLE jobs RENAME COLUMN seconds TO minutes")
+    with pytest.raises(StorageError, match=r"a newer trainer wrote this queue \(version 99\)\n.*"):
+        queue.jobs()  # its tables are not ours to judge: no disk has to be repaired
     path.write_bytes(b"no database, of a length that a header has" * 100)
     with pytest.raises(StorageError, match=r"cannot be used: .*\n *-> the file is damaged: move it away"):
         queue.start_due()

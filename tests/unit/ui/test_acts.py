@@ -413,6 +413,21 @@ def test_what_a_run_keeps_is_read_where_it_was_started_and_alone(
         assert config["train"]["seed"] == 0
 
 
+def test_a_run_that_keeps_no_folder_of_relative_paths_is_told_from_where_they_were_taken(
+    client: TestClient, studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a version before process.json, in a studio that was started elsewhere."""
+    folder = made.make_run(studio.runs / "style")
+    (folder / "config.resolved.yaml").write_text((ROOT / "train_configs/quickstart.yaml").read_text())
+    made.checkpoint(folder, 80)
+    monkeypatch.chdir(tmp_path)
+    answer = client.post(f"/runs/{identifier(studio.runs, folder)}/resume")
+    said = html.unescape(answer.text)
+    assert answer.status_code == 422
+    assert f"does not record where its relative paths begin: they were taken from {tmp_path}" in said
+    assert "start the studio in the folder that the run was started in" in said
+
+
 def test_a_run_that_has_a_result_goes_on_where_it_did_not_end_well(
     client: TestClient, studio: Studio
 ) -> None:

@@ -330,7 +330,7 @@ def _read_rows(path: Path, device: str, rows: Mapping[str, Rows]) -> dict[str, t
 
 _OTHERWISE = {
     "data": "images, captions, conversations or what is done with them are not as when the run began",
-    "sample_order": "this version puts other samples into a step: go on with the version that began the run",
+    "sample_order": "this version puts other samples into a step than the one that began the run",
 }
 """Told of values that say nothing to a reader."""
 
@@ -351,7 +351,10 @@ def require_same_run(
             told = _OTHERWISE.get(change.name, change.words)
             keys = REFUSED.get(change.name) or (change.name,)
             problems.append(Problem(what=told, where=keys[0] if len(keys) == 1 else change.name))
-        remedy = "set back what is listed, or choose another output_dir to start afresh"
+        set_back = "set back what is listed"
+        if any(change.name == "sample_order" for change in refused):  # no key has it
+            set_back = "go on with the version that began the run"
+        remedy = f"{set_back}, or choose another output_dir to start afresh"
         heading = Problem(what="the run in this folder was started differently", where=str(folder))
         raise ConfigError([heading, *problems[:-1], dataclasses.replace(problems[-1], remedy=remedy)])
     if unrecorded:

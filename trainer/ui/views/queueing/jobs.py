@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainer.config import environment
 from trainer.config.secrets import redacted
-from trainer.errors import ConfigError, Problem, StorageError
+from trainer.errors import AccessError, ConfigError, DataError, Problem, StorageError
 from trainer.families.loading import load_config
 from trainer.files import atomic
 from trainer.machine.occupancy import GpuUse
@@ -335,12 +335,23 @@ def train_on(studio: Studio, run: str, text: str) -> None:
 
 
 def _again(folder: Path, *overrides: str) -> Request:
-    """A job that goes on with the run in `folder`, by the settings that it keeps and the values over them."""
+    """A job that goes on with the run in `folder`, by the settings that it keeps and the values over them.
+
+    Raises the errors of a plan, with the folder that relative paths began at where the run keeps none.
+    """
+    begins = working_folder(folder)
     loaded = load_config(
         [folder / CONFIG_FILE],
         overrides=overrides,
         output=folder,
         environ=environment.without_settings(),
-        working_folder=working_folder(folder),
+        working_folder=begins,
     )
-    return request(loaded, machine_facts(), users_queue().gpus(), name=folder.name)
+    try:
+        return request(loaded, machine_facts(), users_queue().gpus(), name=folder.name)
+    except (AccessError, DataError) as error:
+        if begins is not None:
+            raise
+        what = f"this run does not record where its relative paths begin: they were taken from {Path.cwd()}"
+        remedy = "start the studio in the folder that the run was started in, or the run's own command there"
+        raise type(error)([*error.problems, Problem(what=what, where=folder.name, remedy=remedy)]) from error
