@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -15,7 +16,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from trainer.errors import ExitCode
-from trainer.telemetry.status import Phase
+from trainer.telemetry import control, stop
+from trainer.telemetry.control import Order
+from trainer.telemetry.status import Phase, StatusWriter, read_ranks
 from trainer.telemetry.supervising import cause_of_death
 from trainer.telemetry.supervising.supervisor import Among, Limits, _Watch
 
@@ -431,3 +434,18 @@ def test_a_strange_exit_tells_of_oom_kills_in_its_group(tmp_path: Path) -> None:
     )
     assert watch._outcome(1, 0) == (1, "unexpected exit code 1")
     assert watch._outcome(-signal.SIGKILL, 1)[0] == ExitCode.OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize(("step", "told"), [(None, 0), (0, 0), (7, 7)])
+def test_a_request_to_stop_is_answered_with_the_step(tmp_path: Path, step: int | None, told: int) -> None:
+    """Also before the first step, and where no status can be read."""
+    StatusWriter(tmp_path).beat(Phase.TRAIN)
+    (beaten,) = read_ranks(tmp_path)
+    assert beaten is not None
+    first = None if step is None else dataclasses.replace(beaten, optimizer_step=step or None)
+    watch = _Watch(directory=tmp_path, ranks=1, others=None, memory_events=None, limits=Limits())
+    control.put(tmp_path, Order.STOP)
+    watch._look_at_requests(first)
+    assert watch._asked is not None and watch._asked[1:] == (stop.ASK_SIGNAL, ExitCode.STOPPED)
+    (request,) = control.requests(tmp_path)
+    assert (request.step, request.done) == (told, "the run saves and ends")
