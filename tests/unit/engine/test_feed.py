@@ -241,6 +241,17 @@ def test_shifted_noise_levels_are_the_schedulers(dynamic: bool) -> None:
     assert (shifted > plain).all()
 
 
+@pytest.mark.parametrize("shape", [(3, 4, 5), (3, 2, 4, 5)])
+def test_each_sample_is_noised_by_its_own_level(shape: tuple[int, ...]) -> None:
+    """Samples are as many as channels, so that a level for each channel would fit as well."""
+    draw = draw_samples(SETTINGS, range(3), shape)
+    clean = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    found = draws.interpolate(clean, draw)
+    for number in range(3):
+        wanted = torch.lerp(clean[number], draw.noise[number], draw.sigma[number])
+        torch.testing.assert_close(found[number], wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_a_base_without_a_dynamic_shift_is_told() -> None:
     settings = dataclasses.replace(SETTINGS, flow=FlowSection(shift="resolution"))
     with pytest.raises(ConfigError, match="no shift that depends on the resolution"):

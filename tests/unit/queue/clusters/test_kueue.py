@@ -167,12 +167,20 @@ def test_a_job_is_made_with_its_configuration_and_stopped_by_its_workload(
 ) -> None:
     kueue = Kueue(queue=tmp_path / "queue", options=("my-run",))
     (name,) = kueue.submit([request(tmp_path, "My cats!")])
-    made = {one["kind"]: one for one in json.loads((cluster / "created").read_text())["items"]}
+    whole = json.loads((cluster / "created").read_text())
+    assert (whole["apiVersion"], whole["kind"]) == ("v1", "List")
+    made = {one["kind"]: one for one in whole["items"]}
     assert made.keys() == {"ConfigMap", "Job"}
     pod, key = made["Job"]["spec"]["template"]["spec"], made["Job"]["metadata"]["name"]
     assert name == f"kueue-{key}" and key.startswith("my-cats-")
-    assert made["ConfigMap"]["data"] == {"config.yaml": "family: flux1_dev\n"}
-    assert pod["volumes"][0]["configMap"]["name"] == made["ConfigMap"]["metadata"]["name"]
+    assert made["ConfigMap"] == {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": key, "labels": {LABEL: key}},
+        "data": {"config.yaml": "family: flux1_dev\n"},
+    }
+    assert pod["volumes"] == [{"name": "config", "configMap": {"name": key}}]
+    assert made["Job"]["apiVersion"] == "batch/v1" and made["Job"]["spec"]["suspend"] is True
     assert pod["containers"][0]["args"] == ["train", "/config/config.yaml"]
     assert made["Job"]["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "gpus", LABEL: key}
     kueue.stop(key)

@@ -274,6 +274,7 @@ def test_a_job_whose_nodes_get_ready_is_stopped(
     slurm = Slurm(queue=tmp_path / "queue")
     slurm.submit([request(tmp_path)])
     slurm.stop("7")
+    assert words(clients, "squeue")[-4:] == ["--steps", "--jobs=7", "--noheader", "--format=%i"]
     assert words(clients, "scontrol")[:2] == ["hold", "7"]
     assert words(clients, "scancel") == (["--signal=TERM", "7"] if began else [])
     assert words(clients, "scontrol")[2:] == ([] if began else ["requeuehold", "7"])
@@ -316,6 +317,7 @@ def test_a_folder_is_free_beside_other_jobs_and_once_its_job_has_ended(
     client(clients, "squeue", f"echo '7|{word}|0|None'; echo '8|RUNNING|0|None'")
     slurm = Slurm(queue=tmp_path / "queue")
     assert slurm.submit([request(tmp_path, "cats"), request(tmp_path, "dogs")]) == ["slurm-7", "slurm-8"]
+    assert [slurm.state(job).state.value for job in ("7", "8")] == [judged(word, "0", "").state, "running"]
     assert slurm.submit([request(tmp_path, "birds")]) == ["slurm-9"]
     assert slurm.submit([request(tmp_path, "cats")]) == ["slurm-10"]
 
