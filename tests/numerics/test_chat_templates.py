@@ -105,7 +105,9 @@ def test_a_file_with_marks_that_are_split_is_told(tmp_path: Path, caplog: pytest
     file.write_text("{% for m in messages %}{{ '<|mine|>' + m.content + eos_token }}{% endfor %}")
     source = base(tmp_path / "base", str(file))
     made: Any = conversations.load_tokenizer("text", source, device="cpu", dtype=None, vae_tiling=False)  # type: ignore[arg-type]
-    assert "does not have <|mine|> as tokens" in caplog.text and "alpaca" in caplog.text
+    (told,) = caplog.messages
+    assert told.startswith("data.chat_template: the base's tokenizer does not have <|mine|> as tokens")
+    assert "alpaca" in told
     assert made.apply_chat_template(CHAT[1:3], tokenize=False) == "<|mine|>One?<eos><|mine|>Two.<eos>"
 
 

@@ -82,6 +82,19 @@ def test_a_template_that_writes_nothing_is_told(tmp_path: Path) -> None:
         encode(empty, CHATS[2])
 
 
+def test_an_answers_end_is_a_special_token_that_the_template_writes() -> None:
+    """Generation ends at it: a word of the answer, or a mark that texts may have, is not taken for it."""
+    ends = {"llama": "<|eot_id|>", "chatml": "<|im_end|>"}
+    for name, end in ends.items():
+        made = tokenizer_of(name)
+        assert conversations.answer_end(made) == made.convert_tokens_to_ids(end)
+    bare = tokenizer_of("bare")
+    assert conversations.answer_end(bare) is None
+    bare.add_tokens(["<end>"])
+    bare.chat_template = "{% for m in messages %}{{ m['content'] + '<end>' }}{% endfor %}"
+    assert conversations.answer_end(bare) is None
+
+
 def test_the_longest_beginning_that_fits_is_kept(tokenizer: Any, tmp_path: Path) -> None:
     """By every limit, compared with trying all beginnings that end with an answer."""
     count = counter(tokenizer, tmp_path)

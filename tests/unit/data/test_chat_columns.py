@@ -144,6 +144,11 @@ ENTRIES: dict[str, tuple[dict[str, Any], dict[str, Any], list[dict[str, str]]]] 
         ALPACA_RECORD,
         turns("c", "e"),
     ),
+    "keys that change nothing": (
+        {"ranking": False, "split": "train", "subset": None, "folder": None, "num_samples": None},
+        ALPACA_RECORD,
+        turns("c\nd", "e"),
+    ),
     "alpaca with all columns": (
         {
             "file_sha1": "0",

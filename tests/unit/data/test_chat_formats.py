@@ -325,3 +325,27 @@ def test_a_table_of_alpaca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (record,) = scan(tmp_path / "a.parquet")
     assert json.loads(record.caption) == [ASKED, ANSWERED]
     assert sorted(selected) == ["instruction", "output"]
+
+
+def test_a_table_whose_answers_are_marked_as_bad_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KTO's column is loaded beside those of the format."""
+    row = {"instruction": "Hi", "output": "Hello!", "label": False}
+    table = SimpleNamespace(
+        read_schema=lambda path: SimpleNamespace(names=list(row)),
+        read_table=lambda path, *, columns: SimpleNamespace(
+            to_pylist=lambda: [{name: row[name] for name in columns}]
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", table)
+    ((place, what, _),) = problems(tmp_path / "a.parquet")
+    assert place == f"{tmp_path / 'a.parquet'}:1" and "`label: false`" in what
+
+
+def test_words_of_sharegpt_are_offered_only_where_they_are_not_read(tmp_path: Path) -> None:
+    ((_, _, remedy),) = problems(write(tmp_path / "a.jsonl", sharegpt(("human", "a"), ("bot", "b"))))
+    assert remedy == "`from` is one of human, gpt, system, user, assistant"
+    ((_, _, remedy),) = problems(write(tmp_path / "b.jsonl", {"messages": [{"role": "bot", "content": "a"}]}))
+    assert remedy == "`role` is one of system, user, assistant"

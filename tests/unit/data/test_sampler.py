@@ -82,6 +82,23 @@ def test_the_stream_is_pinned() -> None:
     ]
 
 
+def test_rows_copies_and_what_is_held_out_are_pinned() -> None:
+    # as above: a resume goes on with the rows, and the split, of the version that began the run
+    packed = packing([3, 5, 7, 11, 13, 17] * 2, 40, 7, batch_size=2, accumulation=2)
+    assert [[[one.position for one in part] for part in step] for step in take(packed, 3)] == [
+        [[0, 1, 2, 3, 4, 5, 20, 6, 7, 8, 12], [9, 10, 13, 11, 14, 15, 19, 22]],
+        [[16, 17, 26, 35, 18, 21, 23, 24], [25, 27, 28, 29, 30, 31, 32]],
+        [[33, 34, 36, 37, 38, 39, 40, 41, 42, 44], [43, 45, 47, 49, 46, 48, 50, 57]],
+    ]
+    views = sampler("aabbcc", repeats=[3, 1, 2, 1, 1, 2], contents=[0, 0, 1, 2, 3, 3], seed=7)
+    assert [one.record for one in flat(take(views, 20))] == [
+        5, 1, 3, 2, 0, 5, 0, 4, 0, 2,
+        4, 0, 2, 5, 0, 0, 2, 1, 3, 5,
+    ]  # fmt: skip
+    _, held_out = held_out_split([record(index) for index in range(10)], 3, seed=5)
+    assert [one.identifier for one in held_out] == ["0/3.png", "0/4.png", "0/5.png"]
+
+
 @given(MIXED, st.integers(0, 40))
 def test_resuming_at_any_point_gives_the_uninterrupted_stream(case: dict, start: int) -> None:
     whole = take(sampler(**case), start + 5)
@@ -298,6 +315,26 @@ def test_rows_at_once_change_nothing_that_a_step_learns(
     parted = packing(sizes, 40, seed, batch_size=batch_size, accumulation=accumulation)
     single = packing(sizes, 40, seed, batch_size=1, accumulation=batch_size * accumulation)
     assert [of_step(step) for step in take(parted, 30)] == [of_step(step) for step in take(single, 30)]
+
+
+def test_rows_that_are_packed_have_one_key_each() -> None:
+    """Samples of two keys, each of which would leave room for the other's; a dropped caption has its own."""
+    keys, dropped_keys = ["a", "b"] * 6, ["c", "d"] * 6
+    source = Sampler(
+        keys,
+        dropped_keys,
+        [1] * 12,
+        contents=range(12),
+        sizes=[4] * 12,
+        row_size=10,
+        rows=4,
+        rows_at_once=2,
+        caption_dropout_rate=0.5,
+        seed=0,
+    )
+    for step in take(source, 20):
+        for part in step:
+            assert len({(dropped_keys if one.dropped else keys)[one.record] for one in part}) == 1
 
 
 def test_a_short_sample_among_long_ones_does_not_wait_for_ever() -> None:

@@ -241,6 +241,17 @@ def test_shifted_noise_levels_are_the_schedulers(dynamic: bool) -> None:
     assert (shifted > plain).all()
 
 
+@pytest.mark.parametrize("shape", [(3, 4, 5), (3, 2, 4, 5)])
+def test_each_sample_is_noised_by_its_own_level(shape: tuple[int, ...]) -> None:
+    """Samples are as many as channels, so that a level for each channel would fit as well."""
+    draw = draw_samples(SETTINGS, range(3), shape)
+    clean = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    found = draws.interpolate(clean, draw)
+    for number in range(3):
+        wanted = torch.lerp(clean[number], draw.noise[number], draw.sigma[number])
+        torch.testing.assert_close(found[number], wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_a_base_without_a_dynamic_shift_is_told() -> None:
     settings = dataclasses.replace(SETTINGS, flow=FlowSection(shift="resolution"))
     with pytest.raises(ConfigError, match="no shift that depends on the resolution"):
@@ -259,8 +270,58 @@ def test_a_run_says_what_its_steps_make(context: Any, entries: Entries) -> None:
     ("size", "words"), [(1, "2.0 micro-batches a step, of 1 sample"), (3, "of 3 samples")]
 )
 def test_micro_batches_of_one_size_are_told_by_it(size: int, words: str) -> None:
-    sampler: Any = SimpleNamespace(rows=4, step=lambda number: [range(size), range(size)])
-    assert feed.parted(sampler, 5).endswith(words)
+    for rows in (4, 10_000):  # one step is counted, however many samples it has
+        sampler: Any = SimpleNamespace(rows=rows, step=lambda number: [range(size), range(size)])
+        assert feed.parted(sampler, 5).endswith(words)
+
+
+@pytest.mark.parametrize(("size", "lines"), [(1, 0), (2, 1)])
+def test_what_samples_are_computed_together_is_told_where_several_may_be(
+    context: Any, entries: Entries, size: int, lines: int
+) -> None:
+    said: list[str] = []
+    context.say, context.plan.micro_batch_size = said.append, size
+    list(feed.feed(context, entries, SETTINGS, 0, 2))
+    assert len([line for line in said if "computed together" in line]) == len(said) == lines
+
+
+def test_sizes_that_differ_are_those_of_the_entries(context: Any, entries: Entries) -> None:
+    """Blocks are compiled for them: a size too few makes the compiler begin anew in the middle of a run."""
+    context.plan.compile = True
+    assert feed.varies(context, entries) == ("wide", "tall", "batch")
+    context.plan.micro_batch_size = 1
+    assert feed.varies(context, entries) == ("wide", "tall")
+    few = {name: getattr(entries, name)[:1] for name in ("records", "texts", "empties", "latents")}
+    assert feed.varies(context, dataclasses.replace(entries, **few)) == ()
+    context.family, longer = get("qwen_image"), with_captions(entries)
+    assert feed.varies(context, longer) == ("wide", "tall", "text")
+    context.plan.text_padding = True
+    assert feed.varies(context, longer) == ("wide", "tall")
+    context.plan.compile = False
+    assert feed.varies(context, longer) == ()
+
+
+def with_captions(entries: Entries) -> Entries:
+    """Entries whose captions have 1 to 23 tokens."""
+    for number in range(SAMPLES):
+        text = {"prompt_embeds": torch.randn(number + 1, 5), "pooled_prompt_embeds": torch.randn(7)}
+        entries.cache.write("text", key("text", f"of {number}"), text)
+    texts = tuple(TextEntry(key=key("text", f"of {n}"), caption=str(n)) for n in range(SAMPLES))
+    return dataclasses.replace(entries, texts=texts)
+
+
+def test_captions_of_any_length_are_computed_together_where_they_are_padded(
+    context: Any, entries: Entries
+) -> None:
+    """Pictures of two shapes: a step of four is two micro-batches, or three."""
+    context.family, entries = get("qwen_image"), with_captions(entries)
+    made = {}
+    for padded in (False, True):
+        context.plan.text_padding = padded
+        sampler = feed.make_sampler(context, entries)
+        made[padded] = [len(sampler.step(n)) for n in range(30)]
+    assert max(made[True]) <= 3 and min(made[True]) == 2
+    assert sum(made[False]) > sum(made[True])
 
 
 @pytest.fixture

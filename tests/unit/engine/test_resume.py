@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,3 +225,23 @@ def test_an_older_model_and_links_to_the_base_make_no_room(tmp_path: Path) -> No
     (run / "best" / "encoder.safetensors").symlink_to(base)
     with pytest.raises(NoSpaceError, match="GiB free"):
         resume.require_space(context(run, disk_bytes=1 << 43))
+
+
+def test_a_run_that_began_from_a_checkpoint_never_goes_back_behind_it(tmp_path: Path) -> None:
+    """Its own later checkpoint counts, and where that is damaged the named one, not an earlier own one."""
+    root, named = tmp_path / "own" / "checkpoints", tmp_path / "first" / "checkpoints" / "step-000006"
+    for step in (4, 8):
+        save(tmp_path / str(step), step, float(step))
+        shutil.copytree(tmp_path / str(step), root, dirs_exist_ok=True)
+    save(named.parent, 6, 6.0)
+    began: dict[str, Any] = {"path": str(named.resolve()), "state_sha256": checkpoint.identity(named)}
+    (tmp_path / "own" / resume.RUN_FILE).write_text(json.dumps({**FINGERPRINT, "began_from": began}))
+    start = context(tmp_path / "own")
+    start.config.checkpoint.resume_from_checkpoint = named
+    found, recorded = resume._wanted_checkpoint(start)
+    assert found is not None and (found[0], found[1].step) == (root / "step-000008", 8)
+    assert recorded == began
+    next((root / "step-000008").glob("*.safetensors")).write_bytes(b"")
+    found, recorded = resume._wanted_checkpoint(start)
+    assert found is not None and (found[0], found[1].step) == (named, 6)
+    assert recorded == began

@@ -207,6 +207,25 @@ def test_chance_differs_by_step_tensor_and_place() -> None:
     assert torch.corrcoef(halves)[0, 1].abs() < 0.02
 
 
+def lowbias32(word: int) -> int:
+    """The hash of 32 bits as published: nullprogram.com/blog/2018/07/31."""
+    word ^= word >> 16
+    word = word * 0x7FEB352D % 2**32
+    word ^= word >> 15
+    word = word * 0x846CA68B % 2**32
+    return word ^ word >> 16
+
+
+def test_chance_is_the_published_hash() -> None:
+    """A run that goes on has the bits of one that was never stopped, also where another version goes on."""
+    for step, place in ((1, 0), (1, 1), (7, 3), (2**20, 999)):
+        seed = seed_of(step, place)
+        assert seed == lowbias32((step * 0x9E3779B1 + place * 0x85EBCA77) % 2**32)
+        places = [0, 1, 12_345, 2**31, 2**32 - 1, 2**32 + 5]
+        wanted = [lowbias32(one % 2**32 ^ seed) for one in places]
+        assert noise(seed, torch.tensor(places)).tolist() == wanted
+
+
 # ---- without masters
 
 

@@ -75,6 +75,17 @@ def test_the_plan_prints_steps_of_epochs_and_epochs_of_steps(
     assert "the run counts the steps of 3 epochs; this plan is for 30 steps" in decision.reason
 
 
+@pytest.mark.parametrize(("batch", "accumulation"), [(1, 1), (2, 3), (4, 1)])
+def test_epochs_are_the_samples_of_all_steps_over_those_of_one(
+    config: Config, tmp_path: Path, batch: int, accumulation: int
+) -> None:
+    asked = config(train__train_batch_size=batch, train__gradient_accumulation_steps=accumulation)
+    asked = with_sets(asked, DataSet(img_dir=pictures(tmp_path / "a", 5), repeats=2))
+    found = count(asked)
+    assert found is not None
+    assert found.epochs(asked, 30) == 30 * batch * accumulation / 10
+
+
 def test_held_out_pictures_leave_an_epoch_as_often_as_they_are_repeated(
     config: Config, geometry: Geometry, tmp_path: Path
 ) -> None:

@@ -242,6 +242,9 @@ def test_the_optimizers_step_passes_its_bytes_through_the_memory() -> None:
     # of rows each rank has its own
     assert trained_time.optimizer_ms(full(optimizer=SPLIT, ranks=4), geometry, terabytes) == split / 4
     assert trained_time.optimizer_ms(storage(), geometry, terabytes) == 0.0
+    # the weight is read, its fp32 copy written and read, the mean read and written
+    averaged = trained_time.optimizer_ms(full(optimizer=SPLIT, averaged=True), geometry, terabytes)
+    assert averaged / split == pytest.approx((20 + 2 + 4 + 4 + 4 + 4) / 20)
 
 
 def test_a_batch_has_its_share_of_the_optimizers_step_and_of_adding_gradients(geometry: Geometry) -> None:
@@ -346,3 +349,88 @@ def test_gradients_of_a_batch_are_added_once_whatever_its_parts(monkeypatch: pyt
     added = trained_time.adding_ms(full(), mixed, 1e-9 / (H200.bandwidth * 0.8))
     monkeypatch.setattr(trained_time, "adding_ms", lambda *_: 0.0)
     assert whole - roofline.milliseconds(full(), mixed, found) == pytest.approx(added)
+
+
+# three blocks of 20 weights in linears and 9 others; two of 60, 40 of them in the largest, and 5; 11 outside
+UNEVEN = (
+    Stack(name="single", blocks=3, quantized=Linears(parameters=20, rows=2, largest=20), others=9, fp32=0),
+    Stack(name="double", blocks=2, quantized=Linears(parameters=60, rows=6, largest=40), others=5, fp32=2),
+)
+OUTSIDE = 11
+ORDER = ("double",) * 2 + ("single",) * 3
+ALL = 2 * 65 + 3 * 29 + OUTSIDE
+
+
+def uneven(geometry: Geometry, *, of_double: int = 0, of_single: int = 0, head: int = 0) -> Geometry:
+    """A base of `UNEVEN`, of which 7 weights stay in fp32, and bytes of activations of its blocks."""
+    whole = Held(fixed=3, blocks=(of_double,) * 2 + (of_single,) * 3, beyond=1)
+    held = Activations(whole=whole, recomputed=whole, outside=whole, head=head, stacks=ORDER)
+    trained, *others = geometry.components
+    part = dataclasses.replace(trained, shapes={"all": (ALL,)})
+    linears = Linears(parameters=2 * 60 + 3 * 20, rows=18, largest=40)
+    return dataclasses.replace(
+        geometry,
+        components=(part, *others),
+        stacks=UNEVEN,
+        quantized=linears,
+        blocks=5,
+        activations=held,
+        activations_compiled=held,
+        activations_fp8=held,
+        fp32_parameters=7,
+        head_size=(4, 2) if head else (0, 0),
+    )
+
+
+@pytest.mark.parametrize("of_double", [0, 50, 400])
+@pytest.mark.parametrize("of_single", [0, 30, 200])
+@pytest.mark.parametrize("head", [0, 90])
+def test_the_highest_point_of_a_step_is_that_of_playing_it_through(
+    geometry: Geometry, of_double: int, of_single: int, head: int
+) -> None:
+    """Blocks compute one after another, the last one's gradients come first; then there are all of them."""
+    chosen = full(previews=False)
+    found = parts(chosen, uneven(geometry, of_double=of_double, of_single=of_single, head=head))
+    left = [of_double] * 2 + [of_single] * 3
+    gradients, made = [2 * 65 + 2 * 2] * 2 + [2 * 29] * 3, 4 * 2 * 2 if head else 0
+    highest = 3 + sum(left) + head + made
+    while left:
+        made += gradients.pop()
+        highest = max(highest, 3 + sum(left) + 1 + made)
+        left.pop()
+    every = 2 * ALL + 2 * 7
+    assert found["gradients"] == every
+    assert found["gradients"] + found["activations"] == max(highest, every)
+
+
+def test_blocks_of_weights_in_rows_are_gathered_two_at_a_time(geometry: Geometry) -> None:
+    """In bf16 whole; in FP8 bytes of linears, the others in bf16, and room for a gradient of the largest."""
+    bf16, fp8 = (parts(full(ranks=2, **way), uneven(geometry)) for way in ({}, {**FP8, "weight_copies": 1}))
+    assert bf16["gathered blocks"] == 2 * (60 + 5) * 2 + OUTSIDE * 2
+    assert fp8["gathered blocks"] == 2 * (60 + 5 * 2 + 40 * 2) + OUTSIDE * 2
+    # gradients of the largest block and of what lies outside, the larger of the two summed in fp32 and a half
+    assert bf16["gradients on their way"] == (65 + OUTSIDE) * 2 + 65 * 4 + 65 * 4 // 2
+    assert bf16["trained weights"] == ALL // 2 * 2 + 7 * 2 // 2
+
+
+def test_moments_in_8_bits_have_the_bytes_of_bitsandbytes(geometry: Geometry) -> None:
+    import bitsandbytes
+    import torch
+
+    parameter = torch.nn.Parameter(torch.zeros(1024, 1024, dtype=torch.bfloat16))
+    made = bitsandbytes.optim.AdamW8bit([parameter])
+    parameter.grad = torch.zeros_like(parameter)
+    made.init_state(made.param_groups[0], parameter, 0, 0)
+    tables = ("qmap1", "qmap2")  # all parameters share them
+    real = sum(one.nbytes for name, one in made.state[parameter].items() if name not in (*tables, "step"))
+    trained, *others = geometry.components
+    part = dataclasses.replace(trained, shapes={"all": (1024, 1024)})
+    found = parts(full(optimizer="adamw_8bit"), dataclasses.replace(geometry, components=(part, *others)))
+    assert found["optimizer state"] == real
+
+
+def test_linears_in_rows_are_products_of_their_own(geometry: Geometry) -> None:
+    """Linears of one input are one product but where each has rows of its own."""
+    found = dataclasses.replace(uneven(geometry), largest_product=55)
+    for changes, size in (({}, 55), ({"ranks": 2}, 40)):
+        assert parts(full(**FP8 | {"weight_copies": 1}, **changes), found)["fp8 transposed"] == size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def test_lora_state_on_fp32(geometry: Geometry) -> None:
         4 * count,
         8 * count,
     )
-    assert "CUDA" not in found
+    assert "CUDA" not in found and found["process"] == GIB
 
 
 @pytest.mark.parametrize(("dtype", "per_parameter"), [("bf16", 2 + 2 + 6), ("fp32", 4 + 4 + 8)])
@@ -183,6 +184,26 @@ def test_the_first_blocks_alone_may_be_recomputed(geometry: Geometry) -> None:
     first = rows(storage(checkpointing=True, recomputed=19), geometry)["activations"]
     assert first == pytest.approx(4 * GIB + GIB / 6, rel=1e-6)  # two thirds, and the inputs of the others
     assert rows(storage(checkpointing=True, recomputed=57), geometry)["activations"] == GIB
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_exchanging_takes_the_bytes_of_its_buffers(geometry: Geometry, dtype: str, size: int) -> None:
+    import torch
+
+    from trainer.engine.optimizing.exchange import Exchange
+    from trainer.engine.optimizing.fp32_masters import FlatGradients
+
+    count, kind = geometry.lora_parameters, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    gradients = FlatGradients({"all": torch.nn.Parameter(torch.zeros(count, dtype=kind))})
+    ranks: Any = SimpleNamespace(size=size)
+    tensors = [one for one in vars(Exchange(ranks, gradients)).values() if isinstance(one, torch.Tensor)]
+    buffers = [one.nbytes for one in tensors if one.numel() > 1 and one is not gradients.latest]
+    assert len(buffers) == 4
+    # sums are gathered into one tensor that NCCL makes, and copied to those of each rank
+    found = rows(storage(dtype=dtype, weights=dtype, ranks=size), geometry)
+    assert found["exchange"] == sum(buffers) + 4 * count
+    assert "exchange" not in rows(storage(dtype=dtype, weights=dtype), geometry)
 
 
 def test_parameters_that_a_class_keeps_in_fp32_count_twice(geometry: Geometry) -> None:

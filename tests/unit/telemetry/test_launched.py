@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -118,3 +120,47 @@ def test_a_rank_that_nobody_starts_ends_the_run(seconds: float, ends: bool, tmp_
         assert (end.exit_code, end.told) == (ExitCode.BAD_CONFIG, False)
         assert end.cause.startswith("rank 2 was never started: unset RANK")
     assert Others(own=1).end(read_ranks(tmp_path)) is None
+
+
+def test_a_ranks_own_status_and_one_that_cannot_be_read_end_nothing(tmp_path: Path) -> None:
+    """The first rank's own first beat is its parent's, as those of ranks that never start."""
+    for rank in range(RANKS):
+        clock = (lambda: time.monotonic() - 301.0) if rank == 0 else time.monotonic
+        StatusWriter(rank_folder(tmp_path, rank), ranks=RANKS, clock=clock).beat(Phase.LOAD)
+    first, second, _ = read_ranks(tmp_path)
+    assert first is not None and second is not None
+    failed = dataclasses.replace(first, exit_code=int(ExitCode.DIVERGED), cause="it diverged")
+    for own in (first, failed):
+        assert Others(own=0).end([own, second, None]) is None
+    end = Others(own=1).end([failed, second, None])
+    assert end is not None and (end.exit_code, end.cause, end.told) == (70, "it diverged", True)
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [(2.9, False), (3.1, True)])
+def test_a_rank_is_lost_once_it_stays_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, ends: bool
+) -> None:
+    """Its parent needs a moment to say why; one that ended well, or that works again, is not lost."""
+    StatusWriter(tmp_path, ranks=2).beat(Phase.TRAIN)
+    alive, _ = read_ranks(tmp_path)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    assert alive is not None
+    gone = dataclasses.replace(alive, pid=ended.pid)
+    now = time.monotonic()
+    monkeypatch.setattr("trainer.telemetry.supervising.others.time.monotonic", lambda: now)
+    others = Others(own=0)
+    assert others.end([alive, gone]) is None
+    now += seconds
+    assert others.end([alive, dataclasses.replace(gone, phase=Phase.DONE)]) is None
+    assert others.end([alive, gone]) is None, "gone since it was seen well"
+    now += seconds
+    assert others.end([alive, dataclasses.replace(gone, exit_code=0)]) is None
+    assert others.end([alive, gone]) is None
+    now += seconds
+    end = others.end([alive, gone])
+    assert (end is not None) is ends
+    if end is not None:
+        assert (end.exit_code, end.told) == (ExitCode.STOPPED, False) and end.cause.startswith(
+            "rank 1 is gone"
+        )

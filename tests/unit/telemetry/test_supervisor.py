@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -9,13 +10,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from trainer.errors import ExitCode
-from trainer.telemetry.status import Phase
+from trainer.telemetry import control, stop
+from trainer.telemetry.control import Order
+from trainer.telemetry.status import Phase, StatusWriter, read_ranks
 from trainer.telemetry.supervising import cause_of_death
+from trainer.telemetry.supervising.supervisor import Among, Limits, _Watch
 
 from .conftest import CHILD, Run, Start, free_port, wait_for, write_meminfo
 
@@ -328,3 +333,119 @@ def test_an_abort_among_several_hosts_says_that_nccl_may_have_lost_one() -> None
     assert "another host is lost" in among[1] and "host" not in alone[1]
     killed = cause_of_death.explain_death(signal.SIGKILL, oom_kills_since_start=0, several_hosts=True)
     assert "NCCL" not in killed[1]
+
+
+@pytest.mark.parametrize(
+    ("groups", "file", "kills"),
+    [
+        ("0::/docker/abc\n", "docker/abc/memory.events", 2),
+        # in a cgroup namespace the own group is the root, or its path is that of the host
+        ("0::/\n", "memory.events", 2),
+        ("0::/kubepods/pod-1/abc\n", "memory.events", 2),
+        # version 1, whose `oom_control` counts in a line of the same name
+        ("12:cpu:/x\n5:memory:/docker/abc\n1:name=systemd:/x\n", "memory/docker/abc/memory.oom_control", 2),
+        ("5:memory:/docker/abc\n0::/\n", "memory/memory.oom_control", 2),
+        ("5:cpu:/docker/abc\n", "memory/docker/abc/memory.oom_control", 0),
+        ("", "memory.events", 0),
+    ],
+)
+def test_oom_kills_are_those_of_the_own_cgroup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, file: str, kills: int
+) -> None:
+    """By the formats of proc(5) and of the kernel's documents on cgroups."""
+    (tmp_path / "cgroup").write_text(groups)
+    monkeypatch.setattr(cause_of_death, "_SELF_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(cause_of_death, "_CGROUP_ROOT", tmp_path / "sys")
+    events = tmp_path / "sys" / file
+    events.parent.mkdir(parents=True)
+    events.write_text("oom 7\noom_kill 2\noom_group_kill 1\n")
+    found = cause_of_death.memory_events_path()
+    assert (found is None) == (kills == 0)
+    assert cause_of_death.oom_kills(found) == kills
+
+
+def test_the_own_cgroup_goes_before_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root's file counts processes of all others too."""
+    (tmp_path / "cgroup").write_text("0::/docker/abc\n")
+    monkeypatch.setattr(cause_of_death, "_SELF_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(cause_of_death, "_CGROUP_ROOT", tmp_path)
+    for number, folder in enumerate((tmp_path, tmp_path / "docker/abc")):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.events").write_text(f"oom_kill {9 - number}\n")
+    assert cause_of_death.oom_kills(cause_of_death.memory_events_path()) == 8
+
+
+def test_the_first_cause_goes_before_its_consequences() -> None:
+    """Of what several ranks ended with: a kill, an error of ours, an abort, any other code, a lost peer."""
+    ordered = (-signal.SIGKILL, ExitCode.DIVERGED, -signal.SIGABRT, 1, ExitCode.PEER_LOST)
+    assert sorted(reversed(ordered), key=cause_of_death.order) == list(ordered)
+    assert cause_of_death.order(-signal.SIGSEGV) == cause_of_death.order(-signal.SIGKILL)
+    assert cause_of_death.order(ExitCode.STOPPED) == cause_of_death.order(ExitCode.DIVERGED)
+
+
+KILLED = (0.0, int(ExitCode.HUNG), "killed as hung")
+ASKED = (0.0, signal.SIGTERM, ExitCode.STOPPED)
+LOW = (0.0, signal.SIGUSR1, ExitCode.OUT_OF_MEMORY)
+
+
+@pytest.mark.parametrize(
+    ("returncode", "known", "code", "words"),
+    [
+        (-signal.SIGKILL, {"_killed": KILLED}, 74, "killed as hung"),
+        # one that is stuck in the kernel has no code at all
+        (None, {"_killed": KILLED}, 74, "killed as hung"),
+        # of several the others lost their peer, or NCCL ended them
+        (ExitCode.PEER_LOST, {"_killed": KILLED}, 74, "killed as hung"),
+        (-signal.SIGABRT, {"_killed": KILLED}, 74, "killed as hung"),
+        # it ended by itself, a moment before
+        (0, {"_killed": KILLED}, 0, ""),
+        (ExitCode.DIVERGED, {"_killed": KILLED}, 70, ""),
+        (-signal.SIGSEGV, {"_killed": KILLED}, 139, "SIGSEGV: crashed in native code"),
+        # but for the end of another parent's rank, which is the first cause
+        (ExitCode.DIVERGED, {"_killed": KILLED, "_told_elsewhere": True}, 74, "killed as hung"),
+        # before it had a handler
+        (-signal.SIGTERM, {"_asked": ASKED}, 75, "before there was anything to save"),
+        (-signal.SIGUSR1, {"_asked": LOW}, 71, "before there was anything to save"),
+        (-signal.SIGUSR1, {"_asked": ASKED}, 128 + signal.SIGUSR1, "SIGUSR1"),
+        (-signal.SIGTERM, {}, 128 + signal.SIGTERM, "SIGTERM"),
+        (-signal.SIGKILL, {"_asked": ASKED}, 137, "counts no oom_kill"),
+        (ExitCode.PEER_LOST, {}, 75, "it can be resumed"),
+        (ExitCode.PEER_LOST, {"among": Among(elsewhere=True)}, 76, ""),
+        (1, {}, 1, "unexpected exit code 1"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_cause(
+    tmp_path: Path, returncode: int | None, known: dict[str, Any], code: int, words: str
+) -> None:
+    watch = _Watch(directory=tmp_path, ranks=1, others=None, memory_events=None, limits=Limits())
+    for name, value in known.items():
+        setattr(watch, name, value)
+    found, cause = watch._outcome(returncode, 0)
+    assert found == code
+    assert words in cause and bool(words) == bool(cause)
+
+
+def test_a_strange_exit_tells_of_oom_kills_in_its_group(tmp_path: Path) -> None:
+    """A worker that is killed for lack of memory makes Python end with an error."""
+    watch = _Watch(directory=tmp_path, ranks=1, others=None, memory_events=None, limits=Limits())
+    assert watch._outcome(1, 2) == (
+        1,
+        "unexpected exit code 1; processes of its group OOM-killed meanwhile: 2",
+    )
+    assert watch._outcome(1, 0) == (1, "unexpected exit code 1")
+    assert watch._outcome(-signal.SIGKILL, 1)[0] == ExitCode.OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize(("step", "told"), [(None, 0), (0, 0), (7, 7)])
+def test_a_request_to_stop_is_answered_with_the_step(tmp_path: Path, step: int | None, told: int) -> None:
+    """Also before the first step, and where no status can be read."""
+    StatusWriter(tmp_path).beat(Phase.TRAIN)
+    (beaten,) = read_ranks(tmp_path)
+    assert beaten is not None
+    first = None if step is None else dataclasses.replace(beaten, optimizer_step=step or None)
+    watch = _Watch(directory=tmp_path, ranks=1, others=None, memory_events=None, limits=Limits())
+    control.put(tmp_path, Order.STOP)
+    watch._look_at_requests(first)
+    assert watch._asked is not None and watch._asked[1:] == (stop.ASK_SIGNAL, ExitCode.STOPPED)
+    (request,) = control.requests(tmp_path)
+    assert (request.step, request.done) == (told, "the run saves and ends")

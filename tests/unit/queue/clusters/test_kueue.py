@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from tests.unit.container_files.k8s_rules import house, restricted
 from tests.unit.queue.clusters.fakes import client, request, words
 from trainer.errors import ConfigError
 from trainer.queue.clusters import records
-from trainer.queue.clusters.kueue import LABEL, Kueue, _manifests, _template, judged, states
+from trainer.queue.clusters.kueue import LABEL, Kueue, _manifests, _name, _template, judged, states
 from trainer.queue.launcher import State
 
 QUEUED = """\
@@ -115,6 +117,14 @@ FAILED = condition(
         (job(conditions=(condition("Complete"),)), workload(), State.FINISHED, ""),
         (job(conditions=(FAILED,)), workload(), State.FAILED, "exit code 70: the loss"),
         (job(conditions=(condition("Failed", "limit reached"),)), {}, State.FAILED, "limit reached"),
+        (
+            job(conditions=({**condition("Failed"), "reason": "BackoffLimitExceeded"},)),
+            {},
+            State.FAILED,
+            "Kubernetes: BackoffLimitExceeded",
+        ),
+        (job(conditions=(condition("Failed"),)), {}, State.FAILED, "Kubernetes: Failed"),
+        (job(conditions=({**condition("Failed"), "status": "False"},)), {}, State.WAITING, "not started"),
     ],
 )
 def test_states_are_those_of_the_job_and_its_workload(
@@ -157,12 +167,20 @@ def test_a_job_is_made_with_its_configuration_and_stopped_by_its_workload(
 ) -> None:
     kueue = Kueue(queue=tmp_path / "queue", options=("my-run",))
     (name,) = kueue.submit([request(tmp_path, "My cats!")])
-    made = {one["kind"]: one for one in json.loads((cluster / "created").read_text())["items"]}
+    whole = json.loads((cluster / "created").read_text())
+    assert (whole["apiVersion"], whole["kind"]) == ("v1", "List")
+    made = {one["kind"]: one for one in whole["items"]}
     assert made.keys() == {"ConfigMap", "Job"}
     pod, key = made["Job"]["spec"]["template"]["spec"], made["Job"]["metadata"]["name"]
     assert name == f"kueue-{key}" and key.startswith("my-cats-")
-    assert made["ConfigMap"]["data"] == {"config.yaml": "family: flux1_dev\n"}
-    assert pod["volumes"][0]["configMap"]["name"] == made["ConfigMap"]["metadata"]["name"]
+    assert made["ConfigMap"] == {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": key, "labels": {LABEL: key}},
+        "data": {"config.yaml": "family: flux1_dev\n"},
+    }
+    assert pod["volumes"] == [{"name": "config", "configMap": {"name": key}}]
+    assert made["Job"]["apiVersion"] == "batch/v1" and made["Job"]["spec"]["suspend"] is True
     assert pod["containers"][0]["args"] == ["train", "/config/config.yaml"]
     assert made["Job"]["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "gpus", LABEL: key}
     kueue.stop(key)
@@ -174,6 +192,60 @@ def test_a_job_is_made_with_its_configuration_and_stopped_by_its_workload(
     (cluster / "jobs").write_text('{"items": []}')
     (cluster / "workloads").write_text('{"items": []}')
     assert kueue.state(key).state is State.LOST
+
+
+def test_a_job_is_held_released_and_forgotten_by_its_own_name(cluster: Path, tmp_path: Path) -> None:
+    kueue = Kueue(queue=tmp_path / "queue", options=("my-run",))
+    (name,) = kueue.submit([request(tmp_path)])
+    key = name.removeprefix("kueue-")
+    ours = json.loads((cluster / "created").read_text())["items"]
+    assert all(one["metadata"]["labels"][LABEL] == key for one in ours)
+    answer, one = cluster / "jobs", job(suspend=True)
+    one["metadata"]["name"] = key
+    answer.write_text(json.dumps({"items": [one]}))
+    (cluster / "workloads").write_text(json.dumps({"items": [workload(active=False)]}))
+
+    def given(act: Callable[[str], object]) -> list[str]:
+        (cluster / "kubectl.words").unlink()
+        act(key)
+        return words(cluster, "kubectl")
+
+    assert given(kueue.hold)[-1] == '--patch={"spec": {"active": false}}'
+    assert given(kueue.release)[-1] == '--patch={"spec": {"active": true}}'
+    assert given(kueue.log) == [
+        "logs", f"--selector=batch.kubernetes.io/job-name={key}", "--tail=-1", "--prefix",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="it is held") as caught:
+        kueue.forget(key)
+    assert caught.value.problems[0].remedy == f"kubectl delete job {key}"
+    # once it has ended it is not started again, and goes with its configuration
+    one["status"]["conditions"] = [condition("Complete")]
+    answer.write_text(json.dumps({"items": [one]}))
+    with pytest.raises(ConfigError, match="it has ended"):
+        kueue.release(key)
+    assert given(kueue.state) == [
+        "get", "jobs", f"--selector={LABEL}", "--output=json",
+        "get", "workloads.kueue.x-k8s.io", "--output=json",
+    ]  # fmt: skip
+    assert given(kueue.forget)[-5:] == [
+        "delete", "job,configmap", f"--selector={LABEL}={key}", "--ignore-not-found", "--wait=false",
+    ]  # fmt: skip
+    assert kueue.jobs() == []
+
+
+def test_a_job_that_has_no_workload_yet_is_not_held(cluster: Path, tmp_path: Path) -> None:
+    client(cluster, "kubectl", BODY.format(folder=cluster).replace("echo workload.kueue.x-k8s.io/w", ":"))
+    with pytest.raises(ConfigError, match="Kueue has made no Workload of it yet"):
+        Kueue(queue=tmp_path / "queue").hold("cats-1")
+
+
+def test_names_are_those_that_kubernetes_takes_and_differ() -> None:
+    """RFC 1123, and room for what a Job controller adds to its pods' names."""
+    titles = ["My cats!", "-", "", "ÄÖÜ", "a" * 300, f"{'a' * 39}-b", "x.y_z"]
+    names = [_name(title) for title in titles for _ in range(2)]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", name) and len(name) <= 55 for name in names)
+    assert names[2].startswith("run-") and names[-1].startswith("x-y-z-")
 
 
 def test_what_a_quota_refuses_leaves_nothing(cluster: Path, tmp_path: Path) -> None:

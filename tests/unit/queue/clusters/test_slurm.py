@@ -274,6 +274,7 @@ def test_a_job_whose_nodes_get_ready_is_stopped(
     slurm = Slurm(queue=tmp_path / "queue")
     slurm.submit([request(tmp_path)])
     slurm.stop("7")
+    assert words(clients, "squeue")[-4:] == ["--steps", "--jobs=7", "--noheader", "--format=%i"]
     assert words(clients, "scontrol")[:2] == ["hold", "7"]
     assert words(clients, "scancel") == (["--signal=TERM", "7"] if began else [])
     assert words(clients, "scontrol")[2:] == ([] if began else ["requeuehold", "7"])
@@ -306,6 +307,44 @@ def test_two_jobs_do_not_write_to_one_folder(clients: Path, tmp_path: Path) -> N
     slurm.submit([request(tmp_path)])
     with pytest.raises(ConfigError, match=r"cats \(slurm-7\) writes there"):
         slurm.submit([request(tmp_path)])
+
+
+@pytest.mark.parametrize("word", ["FAILED", "COMPLETED", "CANCELLED"])
+def test_a_folder_is_free_beside_other_jobs_and_once_its_job_has_ended(
+    clients: Path, tmp_path: Path, word: str
+) -> None:
+    client(clients, "sbatch", numbers(clients))
+    client(clients, "squeue", f"echo '7|{word}|0|None'; echo '8|RUNNING|0|None'")
+    slurm = Slurm(queue=tmp_path / "queue")
+    assert slurm.submit([request(tmp_path, "cats"), request(tmp_path, "dogs")]) == ["slurm-7", "slurm-8"]
+    assert [slurm.state(job).state.value for job in ("7", "8")] == [judged(word, "0", "").state, "running"]
+    assert slurm.submit([request(tmp_path, "birds")]) == ["slurm-9"]
+    assert slurm.submit([request(tmp_path, "cats")]) == ["slurm-10"]
+
+
+def test_all_own_jobs_are_asked_for_in_the_columns_that_are_read(clients: Path, tmp_path: Path) -> None:
+    """The words that gave squeue-22.05.txt: by itself squeue tells of no job that has ended."""
+    client(clients, "sbatch", numbers(clients))
+    client(clients, "squeue", "echo '7|COMPLETED|0|None'")
+    slurm = Slurm(queue=tmp_path / "queue")
+    slurm.submit([request(tmp_path)])
+    assert slurm.state("7").state is State.FINISHED
+    given = ["--me", "--states=all", "--noheader", "--Format=JobID:|,State:|,exit_code:|,Reason:"]
+    assert words(clients, "squeue") == given
+
+
+def test_what_has_ended_is_not_released(clients: Path, tmp_path: Path) -> None:
+    client(clients, "sbatch", numbers(clients))
+    client(clients, "squeue", "echo '7|FAILED|17920|NonZeroExitCode'")
+    client(clients, "scontrol", "")
+    slurm = Slurm(queue=tmp_path / "queue")
+    slurm.submit([request(tmp_path)])
+    with pytest.raises(ConfigError, match="slurm-7: it has ended"):
+        slurm.release("7")
+    assert not words(clients, "scontrol")
+    slurm.hold("7")
+    assert words(clients, "scontrol") == ["hold", "7"]
+    assert slurm.log("7") == ""
 
 
 @pytest.mark.parametrize("said", ["", "Submitted batch job 7", "a\x1b[2J"])
