@@ -127,9 +127,7 @@ def test_linears_of_one_input_are_one_product_in_memory_too() -> None:
     assert one["fp8 transposed"] == geometry.largest_product
 
 
-@pytest.mark.parametrize(
-    ("changes", "joined"), [({}, True), ({"dtype": "fp32", "weights": "fp32"}, False), ({"ranks": 2}, False)]
-)
+@pytest.mark.parametrize(("changes", "joined"), [({}, True), ({"dtype": "fp32", "weights": "fp32"}, False)])
 def test_eager_gradients_of_a_later_micro_batch_come_a_product_at_a_time(
     changes: dict[str, Any], joined: bool
 ) -> None:
