@@ -52,10 +52,20 @@ def freeze_libraries(hundreds: int) -> None:
     gc.enable()
 
 
+_ALIKE = ("flux1_kontext", "flux2_dev", "qwen_image-", "kandinsky5", "mistral", "qwen2", "qwen3")
+"""Families beside one a kind (flux1_dev, qwen_image_edit, llama), by the beginnings of their tests' names."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests that take longest come first: no worker waits at the end for a long test of another."""
+    """Sort the tests that take longest to the front: no worker waits at the end for a long test of another.
+
+    Slow ones of a family that another one stands for are marked, for .ci/run on a slow machine.
+    """
     longest = ("tests/e2e/", "tests/unit/bench/", "tests/unit/scripts/")
     items.sort(key=lambda item: not item.nodeid.startswith(longest))
+    for item in items:
+        if item.get_closest_marker("slow") and any(f"[{name}" in item.nodeid for name in _ALIKE):
+            item.add_marker("alike")
 
 
 def pytest_runtest_setup() -> None:
