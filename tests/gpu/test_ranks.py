@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,11 +32,11 @@ def gradients(number: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(VALUES, generator=generator) * scale).to(dtype)
 
 
-def summed(rank: int, size: int, place: Path, dtype: torch.dtype, answers: Any) -> None:
-    """The sum over micro-batches by rank, and the loss and answers that all agreed on."""
+def summed(rank: int, size: int, folder: Path, dtype: torch.dtype) -> None:
+    """Save the sum over micro-batches by rank, and the loss and answers that all agreed on."""
     device = f"cuda:{rank}"
     torch.cuda.set_device(device)
-    with joined(rank, size, place, device=device) as ranks:
+    with joined(rank, size, folder / "meet", device=device) as ranks:
         ranks.connect(device)
         parameter = torch.nn.Parameter(torch.zeros(VALUES, dtype=dtype, device=device))
         exchange = Exchange(ranks, FlatGradients({"all": parameter}))
@@ -51,10 +49,10 @@ def summed(rank: int, size: int, place: Path, dtype: torch.dtype, answers: Any) 
                 losses.append(torch.tensor(0.1 * (start + rank), device=device))
             exchange.add_round(count)
         digest = torch.zeros((), dtype=torch.float64, device=device)
-        words = {"asked": 75 * rank, "orders": 2 * ranks.first, "seconds": 1.0 + rank}
+        words = {"asked": 75 * rank, "orders": 2 * ranks.first, "computed": 3.0 + rank, "seconds": 1.0 + rank}
         loss, said = agree(ranks, losses, MICRO_BATCHES, **words, digest=digest)
         exchange.take(total)
-        answers.put((rank, total.cpu().numpy(), float(loss), said.tolist(), ranks.gathered(rank)))
+        torch.save((total.cpu(), float(loss), said.tolist(), ranks.gathered(rank)), folder / f"{rank}.pt")
         ranks.meet()
 
 
@@ -64,20 +62,12 @@ def test_sums_over_nccl_are_those_of_one_process(dtype: torch.dtype, tmp_path: P
     for number in range(MICRO_BATCHES):
         wanted += gradients(number, dtype).cuda()
         loss += torch.tensor(0.1 * number)
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    given = [(rank, COUNT, tmp_path / "meet", dtype, answers) for rank in range(COUNT)]
-    processes = [context.Process(target=summed, args=one) for one in given]
-    for process in processes:
-        process.start()
-    found = [answers.get(timeout=300) for _ in processes]
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
-    for _, total, agreed, said, gathered in found:
-        assert torch.equal(torch.from_numpy(total), wanted.cpu())
+    torch.multiprocessing.spawn(summed, (COUNT, tmp_path, dtype), nprocs=COUNT)  # type: ignore[no-untyped-call]
+    for rank in range(COUNT):
+        total, agreed, said, gathered = torch.load(tmp_path / f"{rank}.pt")
+        assert torch.equal(total, wanted.cpu())
         assert agreed == float(loss)
-        assert said == [75.0 * (COUNT - 1), 0.0, 2.0, *(1.0 + rank for rank in range(COUNT))]
+        assert said == [75.0 * (COUNT - 1), 0.0, 2.0, 2.0 + COUNT, *(1.0 + rank for rank in range(COUNT))]
         assert gathered == list(range(COUNT))
 
 
