@@ -18,6 +18,8 @@ IMAGE ?= trainer:0.1.0-cpu
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # pytest's code 5 is "no test selected", which is no failure where a marker selects tests.
 OR_NONE := || { code=$$?; [ $$code -eq 5 ] || exit $$code; }
+# Collecting all tests takes half a minute.
+CONTAINER_TESTS := tests/container tests/unit/container_files tests/unit/queue/clusters
 SHELL_FILES = .ci/run $(shell find . \( -name '*.sh' -o -name '*.sbatch' \) -not -path './.venv/*' -not -path './build/*')
 
 .PHONY: help setup demo test test-browser test-container test-gpu test-slurm lint type pins docs golden scan clean
@@ -59,7 +61,7 @@ test-browser: $(STAMP) ## the studio in Debian's Chromium; as root it installs t
 		apt-get update -qq; \
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
 	fi
-	@$(TEST_ENV) PICTURES=$(PICTURES) $(BIN)/python -m scripts.loopback_only $(BIN)/pytest -q -m browser $(OR_NONE)
+	@$(TEST_ENV) PICTURES=$(PICTURES) $(BIN)/python -m scripts.loopback_only $(BIN)/pytest -q -m browser tests/browser $(OR_NONE)
 
 $(CONTAINER_STAMP): $(STAMP)
 	@$(PIP) --no-build-isolation -e '.[dev,container]'
@@ -72,7 +74,7 @@ test-container: $(CONTAINER_STAMP) ## images, real containers, compose files and
 		apt-get update -qq; \
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends docker.io debootstrap >/dev/null; \
 	fi
-	@$(TEST_ENV) $(BIN)/pytest -q -m container $(OR_NONE)
+	@$(TEST_ENV) $(BIN)/pytest -q -m container $(CONTAINER_TESTS) $(OR_NONE)
 
 test-gpu: $(STAMP) ## tests that need a CUDA device
 	@# counts of activations run side by side on every GPU by themselves
@@ -85,7 +87,7 @@ test-slurm: $(STAMP) ## the batch script and the queue's launcher in a real Slur
 		apt-get update -qq; \
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge >/dev/null; \
 	fi
-	@$(TEST_ENV) $(BIN)/pytest -q -m slurm $(OR_NONE)
+	@$(TEST_ENV) $(BIN)/pytest -q -m slurm tests/slurm $(OR_NONE)
 
 lint: $(STAMP) ## ruff, import-linter, shellcheck, hadolint
 	$(BIN)/ruff check .

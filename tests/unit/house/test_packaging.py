@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.unit.house.sources import ROOT
+from tests.unit.house.sources import ROOT, modules, name
 from trainer.errors import MEANING
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -53,6 +53,22 @@ def test_make_help_lists_every_target() -> None:
         ["make", "help"], cwd=ROOT, env=plain, check=True, capture_output=True, text=True
     ).stdout
     assert [line.split()[0] for line in printed.splitlines()] == MAKE_TARGETS
+
+
+@pytest.mark.parametrize("marker", ["browser", "container", "slurm"])
+def test_marked_tests_lie_where_make_looks_for_them(marker: str) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    folders = re.search(rf"pytest -q -m {marker} (.+) \$\(OR_NONE\)", makefile)
+    assert folders
+    if variable := re.fullmatch(r"\$\((\w+)\)", folders[1]):
+        folders = re.search(rf"^{variable[1]} := (.+)$", makefile, re.MULTILINE)
+        assert folders
+    marked = [path for path in modules("tests") if f"mark.{marker}" in path.read_text()]
+    assert marked and all((ROOT / folder).is_dir() for folder in folders[1].split())
+    elsewhere = [
+        path for path in marked if not any(path.is_relative_to(ROOT / f) for f in folders[1].split())
+    ]
+    assert [name(path) for path in elsewhere] == []
 
 
 def test_readme_lists_every_exit_code() -> None:
