@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -331,15 +332,32 @@ def test_notes_without_a_place_for_the_records_are_refused() -> None:
 
 
 def test_the_command_writes_the_same_files_again(tmp_path: Path) -> None:
-    def written() -> Mapping[str, bytes]:
-        arguments = ["page", "--output", str(tmp_path / "page.md"), "--images", str(tmp_path / "images")]
-        assert bench.main(arguments) == 0
-        return {path.name: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    """Pictures of every kind; tests of the plots draw those of all records."""
 
+    def written() -> Mapping[str, bytes]:
+        arguments = [
+            "page",
+            "--records",
+            str(fewer),
+            "--output",
+            str(made / "page.md"),
+            "--images",
+            str(made),
+        ]
+        assert bench.main(arguments) == 0
+        return {path.name: path.read_bytes() for path in made.iterdir()}
+
+    made, fewer = tmp_path / "made", tmp_path / "records"
+    made.mkdir()
+    assert bench.main(["page", "--output", str(made / "page.md"), "--no-plots"]) == 0
+    assert (made / "page.md").read_bytes() == page.PAGE.read_bytes()
+    shutil.copytree(record.FOLDER, fewer)
+    for stem in [stem for stem, one in record.read_records().items() if page.plotted(one)][1:]:
+        (fewer / f"{stem}.json").unlink()
     first = written()
     assert first == written()
-    assert first["page.md"] == page.PAGE.read_bytes()
-    assert any(name.endswith(".png") for name in first)
+    kinds = {name.removesuffix(".png").rpartition("-")[2] for name in first if name.endswith(".png")}
+    assert kinds == {"time", "memory", "losses", "scaling"}
 
 
 @pytest.mark.slow

@@ -185,10 +185,20 @@ def test_cudnn_sees_one_layout_forward_and_backward(kernel: str, monkeypatch: py
 
 
 @pytest.mark.usefixtures("packages", "cudnn_by_math")
-@pytest.mark.parametrize("kernel", ["math", *CUDNN, "flash_attn_4"])
+@pytest.mark.parametrize(
+    ("kernel", "kinds"),
+    [
+        ("math", ["single_transformer_blocks"]),
+        ("cudnn", ["transformer_blocks"]),
+        ("cudnn_strided", ["single_transformer_blocks"]),
+        ("flash_attn_4", ["transformer_blocks", "single_transformer_blocks"]),
+    ],
+    ids=["math", *CUDNN, "flash_attn_4"],
+)
 def test_a_models_blocks_use_the_kernel_and_compile_into_one_graph(
-    kernel: str, monkeypatch: pytest.MonkeyPatch
+    kernel: str, kinds: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Both kinds of blocks call attention through one processor."""
     torch.manual_seed(0)
     model = FluxTransformer2DModel(
         in_channels=4,
@@ -223,8 +233,8 @@ def test_a_models_blocks_use_the_kernel_and_compile_into_one_graph(
         assert used == [kernel] * 2
         monkeypatch.setattr(module, "attend", original)
     torch.compiler.reset()
-    for one in (*model.transformer_blocks, *model.single_transformer_blocks):
-        one.compile(fullgraph=True, backend="aot_eager")
+    for kind in kinds:
+        model.get_submodule(kind)[0].compile(fullgraph=True, backend="aot_eager")
     found = model(**arguments).sample
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     gradients = torch.autograd.grad(found.square().sum(), parameters, allow_unused=True)

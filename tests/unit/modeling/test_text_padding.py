@@ -134,6 +134,7 @@ def _forward(given: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("family", VARYING)
 def test_compiled_blocks_serve_all_captions_of_a_length(family: str) -> None:
     wanted = {tokens: with_caption(case(family), tokens).gradients() for tokens in (2, 9, 15)}

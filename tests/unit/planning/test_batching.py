@@ -54,8 +54,20 @@ def sampled(pictures: Pictures, captions: Captions, size: int, samples: int) -> 
     return [found[number] / steps for number in range(1, size + 1)]
 
 
-@pytest.mark.parametrize("captions", CAPTIONS)
-@pytest.mark.parametrize(("size", "samples"), [(2, 2), (4, 4), (2, 8), (4, 16), (4, 256), (8, 2048)])
+@pytest.mark.parametrize(
+    ("captions", "size", "samples"),
+    [
+        ("alike", 2, 2),
+        ("alike", 4, 16),
+        ("alike", 4, 256),
+        ("padded", 4, 4),
+        ("padded", 2, 8),
+        ("padded", 8, 2048),
+        ("as they are", 2, 2),
+        ("as they are", 2, 8),
+        ("as they are", 4, 256),
+    ],
+)
 def test_parts_of_a_large_set_are_those_of_the_sampler(captions: Captions, size: int, samples: int) -> None:
     expected = usual_parts(size, samples, captions=captions)
     found = sampled(once(*(5000,) * 6), captions, size, samples)

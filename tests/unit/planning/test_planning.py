@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -252,7 +253,20 @@ def test_what_trains_from_nothing_is_planned_from_its_config(
     assert run_geometry(FLUX, asked, model_folder=scratch, dtype="fp32") == planned
 
 
-def test_a_config_that_its_class_refuses_is_told(config: Config, scratch: Path) -> None:
+def ask_here(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    """Build the shapes in this process, with the errors that a child would end with."""
+    folder, library, class_name = command[-3:]
+    try:
+        found = build_shapes(Path(folder), library, class_name)
+    except (TypeError, ValueError):
+        raise subprocess.CalledProcessError(1, command, stderr=traceback.format_exc()) from None
+    return subprocess.CompletedProcess(command, 0, json.dumps(found), "")
+
+
+def test_a_config_that_its_class_refuses_is_told(
+    config: Config, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meta_shapes.subprocess, "run", ask_here)
     asked = config(model__weights="random")
     path = scratch / "transformer/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": "many"}))

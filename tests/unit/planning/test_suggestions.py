@@ -74,6 +74,16 @@ def check(name: str, overrides: tuple[str, ...], facts: Facts, remedy: str) -> i
     return len(alternatives)
 
 
+def pairs(computer: str, name: str) -> list[tuple[str, str]]:
+    """Adapters and features: each alone, and each feature with one adapter, with another one elsewhere.
+
+    All pairs are met on each machine, and with each configuration.
+    """
+    shift = MACHINES.index(computer) + CONFIGS.index(name)
+    turns = [(ADAPTERS[(number + shift) % len(ADAPTERS)], one) for number, one in enumerate(FEATURES)]
+    return list(dict.fromkeys([*((one, "") for one in ADAPTERS), *(("", one) for one in FEATURES), *turns]))
+
+
 QUICK = {("rtx-4090", "flux1_dev_lora"), ("dgx-spark", "flux1_dev_full"), ("cpu", "llama_lora")}
 MATRIX = [
     pytest.param(computer, name, marks=() if (computer, name) in QUICK else pytest.mark.slow)
@@ -84,21 +94,20 @@ MATRIX = [
 @pytest.mark.parametrize(("computer", "name"), MATRIX)
 def test_what_is_suggested_can_be_written(computer: str, name: str) -> None:
     facts, tried = machine(computer), 0
-    for adapter in ADAPTERS:
-        for feature in FEATURES:
-            overrides = tuple(f"{adapter} {feature}".split())
-            asked = loaded(name, *overrides)
-            if asked is None:
-                continue
-            try:
-                plan = plan_run(asked, facts, find_model=lambda _: None)
-            except HardwareError as error:
-                remedies = " or ".join(one.remedy for one in error.problems if "fits with" in one.remedy)
-                tried += check(name, overrides, facts, remedies)
-                continue
-            allowed = functools.partial(may_be_planned, asked.config, facts=facts)
-            told = out_of_memory(CUDA, Phase.TRAIN, asked.config, plan, allowed)
-            tried += check(name, overrides, facts, told.problems[0].remedy)
+    for adapter, feature in pairs(computer, name):
+        overrides = tuple(f"{adapter} {feature}".split())
+        asked = loaded(name, *overrides)
+        if asked is None:
+            continue
+        try:
+            plan = plan_run(asked, facts, find_model=lambda _: None)
+        except HardwareError as error:
+            remedies = " or ".join(one.remedy for one in error.problems if "fits with" in one.remedy)
+            tried += check(name, overrides, facts, remedies)
+            continue
+        allowed = functools.partial(may_be_planned, asked.config, facts=facts)
+        told = out_of_memory(CUDA, Phase.TRAIN, asked.config, plan, allowed)
+        tried += check(name, overrides, facts, told.problems[0].remedy)
     assert tried or computer in ("h200", "cpu")
 
 
