@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from bench.processes import visible
+from tests.e2e.nursery import Nursery
 from tests.ranks import Workers, workers
 from trainer.modeling.vision import make_torchvision_importable
 
@@ -121,6 +122,14 @@ def pool() -> Iterator[Workers]:
     """Processes that meet as ranks, kept from test to test: they start slowly."""
     with workers() as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Nursery]:
+    """A process that forks supervisors and their children, without torch."""
+    made = Nursery(os.environ, "tests.warm")
+    yield made
+    made.end()
 
 
 @pytest.fixture

@@ -82,27 +82,42 @@ class Forked:
         if self.poll() is None:
             os.kill(self.pid, signum)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
 
 class Nursery:
-    """The process and the way to ask it."""
+    """The process and the way to ask it; another module imports something else."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], module: str = "tests.e2e.nursery") -> None:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = [sys.executable, "-P", "-m", "tests.e2e.nursery", str(theirs.fileno())]
+        words = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
         path = {"PYTHONPATH": str(ROOT)}
         self._process = subprocess.Popen(words, cwd=ROOT, env={**environ, **path}, pass_fds=[theirs.fileno()])
         theirs.close()
 
     def start(
-        self, words: Sequence[str], environ: Mapping[str, str], *, stdout: Path | None = None
+        self,
+        words: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        stdout: Path | None = None,
+        with_errors: bool = False,
     ) -> Forked:
-        """Run the words that would follow `python`; what it prints goes to the file `stdout`, if any."""
+        """Run the words that would follow `python`; what it prints goes to the file `stdout`, if any, and its
+        errors too if asked.
+        """
         read, write = os.pipe()
         ended, tell = os.pipe()
-        asked = {"words": list(words), "environ": dict(environ), "stdout": stdout and str(stdout)}
+        asked = {
+            "words": list(words),
+            "environ": dict(environ),
+            "stdout": stdout and str(stdout),
+            "with_errors": with_errors,
+        }
         socket.send_fds(self._ours, [json.dumps(asked).encode()], [write, tell])
         os.close(write)
         os.close(tell)
@@ -198,6 +213,8 @@ def _serve(requests: socket.socket) -> None:
             os.dup2(stderr, 2)
             if asked["stdout"] is not None:
                 os.dup2(os.open(asked["stdout"], os.O_WRONLY), 1)
+            if asked["with_errors"]:
+                os.dup2(1, 2)
             _become(asked["words"], asked["environ"], kept=())
         os.close(stderr)
         requests.send(str(pid).encode())
@@ -209,8 +226,9 @@ def _serve(requests: socket.socket) -> None:
 
 def _become(words: Sequence[str], environ: Mapping[str, str], kept: Sequence[int]) -> NoReturn:
     """Be the process that `python *words` would be, from its start to its end."""
-    for signum in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(signum, signal.SIG_DFL)
+    for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        if signum != signal.SIGHUP or callable(signal.getsignal(signum)):  # one that is ignored stays so
+            signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     low = 3
     for descriptor in sorted(kept):
@@ -223,15 +241,20 @@ def _become(words: Sequence[str], environ: Mapping[str, str], kept: Sequence[int
     gc.set_threshold(700, 10, 10)
     tempfile.tempdir = None  # the environment names it
     vars(weakref.finalize)["_registry"].clear()  # temporary folders of the supervisor are not this process's
-    module, arguments = words[words.index("-m") + 1], list(words[words.index("-m") + 2 :])
-    sys.argv = [module, *arguments]
+    at = min(words.index(one) for one in ("-m", "-c") if one in words)
+    module, arguments = words[at + 1], list(words[at + 2 :])
+    sys.argv = [module if words[at] == "-m" else "-c", *arguments]
     code = 1
     try:
-        if module in ("trainer", "tests.e2e.harness") and "--child" not in arguments:
+        is_code = words[at] == "-c"
+        if is_code or (module in ("trainer", "tests.e2e.harness") and "--child" not in arguments):
             _fork_ranks()
         if arguments[:1] == ["compare"]:
             _fork_compared()
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if is_code:
+            exec(compile(module, "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -333,9 +356,9 @@ def _fork(
     _become(words, environ, kept=kept)
 
 
-def main() -> None:
+def main(import_all: Callable[[], None] = _import_all) -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
-    _import_all()
+    import_all()
     _serve(requests)
 
 

@@ -79,6 +79,7 @@ def test_memory_that_is_given_back_is_waited_for(
 
 def test_memory_that_others_keep_is_an_error_that_names_them(at: pytest.MonkeyPatch) -> None:
     clock = on(at, TAKEN)
+    at.setattr(measure, "LOOK_SECONDS", 4.2)
     with pytest.raises(HardwareError, match=r"other programs have 17\.6 GiB of the host's 24\.0 GiB") as told:
         measure.planned_in_free_memory(of_two(), probe=False)
     assert told.value.exit_code == ExitCode.HARDWARE

@@ -36,13 +36,13 @@ def test_a_clusters_number_of_processes_counts_on_each_host() -> None:
 def test_a_name_that_stays_unknown_is_told_and_then_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(places, "BUDGET_SECONDS", {places.Phase.LOAD: 1.5})
-    monkeypatch.setattr(places, "_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(places, "BUDGET_SECONDS", {places.Phase.LOAD: 0.7})
+    monkeypatch.setattr(places, "_LOOK_SECONDS", 0.1)
     unknown = Hosts(count=2, number=1, address="no-such-host.invalid", master_source="TRAINER_MASTER")
     with pytest.raises(ConfigError, match=r'"no-such-host\.invalid" is not known here'):
         places._known(unknown)
     assert capsys.readouterr().err.count("waiting for it") == 1
-    monkeypatch.setattr(places, "_TELL_AGAIN_SECONDS", 0.5)
+    monkeypatch.setattr(places, "_TELL_AGAIN_SECONDS", 0.2)
     with pytest.raises(ConfigError):
         places._known(unknown)
     assert capsys.readouterr().err.count("waiting for it") > 1

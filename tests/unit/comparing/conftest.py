@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.contract.runs import ROOT
+from tests.e2e.nursery import Forked, Nursery
 from trainer.cli.options import Layers
 from trainer.config import interpreter
 from trainer.engine.comparing import child
@@ -85,7 +88,7 @@ def variants_of(*overrides: str, config: str = "quickstart.yaml", machine: str =
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: Nursery) -> Bench:
     """A quiet machine whose runs end well."""
     found = Bench(folder=tmp_path / "bench")
     found.folder.mkdir()
@@ -103,6 +106,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(child, "python", fake_python(found.script))
+    monkeypatch.setattr(child, "subprocess", forking(warm))
     monkeypatch.setattr(child, "_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(child, "_LOOK_SECONDS", 0.0)
     return found
@@ -117,3 +121,18 @@ def fake_python(script: Path) -> Callable[..., list[str]]:
         return interpreter.python(*words)
 
     return python
+
+
+def forking(warm: Nursery) -> types.SimpleNamespace:
+    """The module `subprocess`, which forks the fake: a comparison in a process of its own starts it."""
+
+    def start(command: list[str], **rest: Any) -> Forked:
+        words = command[command.index(str(FAKE)) + 1 :]
+        module = f"{__package__}.{FAKE.stem}"
+        log = Path(rest["stdout"].name)
+        forked = warm.start(["-m", module, *words], rest["env"], stdout=log, with_errors=True)
+        assert forked.stderr is not None
+        forked.stderr.close()
+        return forked
+
+    return types.SimpleNamespace(**{**vars(subprocess), "Popen": start})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import re
 import shutil
@@ -28,7 +29,13 @@ _Loader.add_constructor("!reset", lambda loader, node: None)
 
 
 def load(name: str) -> Node:
-    content = yaml.load((COMPOSE / name).read_text(), Loader=_Loader)
+    """The content of a file, of one's own: tests change it."""
+    return copy.deepcopy(_parsed((COMPOSE / name).read_text()))
+
+
+@functools.cache
+def _parsed(text: str) -> Node:
+    content = yaml.load(text, Loader=_Loader)
     assert isinstance(content, dict)
     return content
 

@@ -1,19 +1,60 @@
-"""A docker that plays containers for tests of scripts/test_container.sh, which run this file as `docker`.
+"""A docker that plays containers for tests of scripts/test_container.sh.
 
-Containers are files in the folder $STATE, every call is a line in its file `calls`, and $FAULT says what
-goes wrong.
+Its program is a shell script that asks a server in the tests' process: Python takes longer to start than to
+answer. Containers are files in the folder $STATE, every call is a line in its file `calls`, and $FAULT says
+what goes wrong.
 """
 
 from __future__ import annotations
 
+import contextlib
+import http.server
+import io
 import json
-import os
-import sys
-from collections.abc import Mapping
+import socketserver
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 FLAGS = {"--rm", "-d", "--read-only"}
+PROGRAM = """#!/bin/bash
+exec 3<>/dev/tcp/127.0.0.1/{port}
+printf '%s\\0' "$#" "$STATE" "$FAULT" "$@" >&3
+IFS= read -r code <&3
+IFS= read -r -d '' text <&3
+printf '%s' "$text"
+exit "$code"
+"""
+
+
+class _Call(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        """Read how many words there are, and them; answer with the exit code and what is printed."""
+        asked: list[bytes] = [b""]
+        while not asked[0] or len(asked) < int(asked[0]) + 4:
+            asked = (b"\0".join(asked) + self.request.recv(65536)).split(b"\0")
+        _, state, fault, *words = (one.decode() for one in asked[:-1])
+        printed, code = io.StringIO(), 0
+        try:
+            with contextlib.redirect_stdout(printed):
+                main(words, Path(state), fault)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        except Exception:  # whatever it is, the test is told
+            printed.write(traceback.format_exc())
+            code = 1
+        self.wfile.write(f"{code}\n{printed.getvalue()}".encode())
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[str]:
+    """The text of a program that asks a server, which answers one call after the other."""
+    with socketserver.TCPServer(("127.0.0.1", 0), _Call) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        yield PROGRAM.format(port=server.server_address[1])
+        server.shutdown()
 
 
 def main(words: list[str], state: Path, fault: str) -> None:
@@ -101,8 +142,6 @@ def execute(words: list[str], state: Path, fault: str) -> None:
 
 def serve(pages: Mapping[str, str], code: str) -> None:
     """Run what the script would run in a container, against a server of our own."""
-    import http.server  # takes longer than all other calls
-    import threading
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -114,9 +153,13 @@ def serve(pages: Mapping[str, str], code: str) -> None:
             """Say nothing."""
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     assert code.count("9464") == 1
-    exec(code.replace("9464", str(server.server_port)))
+    try:
+        exec(code.replace("9464", str(server.server_port)), {})
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def stop(words: list[str], state: Path, fault: str) -> None:
@@ -145,7 +188,3 @@ def logs(words: list[str], state: Path, fault: str) -> None:
 def rm(words: list[str], state: Path, fault: str) -> None:
     for name in words[2:]:
         (state / name).unlink(missing_ok=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:], Path(os.environ["STATE"]), os.environ.get("FAULT", ""))

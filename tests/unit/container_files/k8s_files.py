@@ -32,8 +32,13 @@ Manifest = dict[str, Any]
 
 
 def load(path: Path) -> list[Manifest]:
-    """The documents of one file."""
-    return [document for document in yaml.safe_load_all(path.read_text()) if document]
+    """The documents of one file, of one's own: tests change them."""
+    return copy.deepcopy(_parsed(path.read_text()))
+
+
+@functools.cache
+def _parsed(text: str) -> list[Manifest]:
+    return [document for document in yaml.safe_load_all(text) if document]
 
 
 def one(manifests: Iterable[Manifest], kind: str, name: str | None = None) -> Manifest:

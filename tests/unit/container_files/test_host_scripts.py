@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -265,12 +266,17 @@ def test_numbers_are_those_of_the_code() -> None:
     )
 
 
+@pytest.fixture(scope="module")
+def docker_program() -> Iterator[str]:
+    with fake_docker.serving() as program:
+        yield program
+
+
 @pytest.fixture
-def engine(host: Host) -> Host:
+def engine(host: Host, docker_program: str) -> Host:
     """A host whose docker plays containers, and whose temporary folder is the test's."""
     host.run(SETUP, "--help")  # lays the tools out
-    docker = host.folder / "bin/docker"
-    docker.write_text(f'#!/bin/bash\nexec {sys.executable} -S -E {Path(fake_docker.__file__)} "$@"\n')
+    (host.folder / "bin/docker").write_text(docker_program)
     (host.folder / "state").mkdir()
     (host.folder / "tmp").mkdir()
     # the real ones: files get an owner

@@ -51,7 +51,12 @@ def look(ranks: Ranks, root: Path, run: bool, cache: bool) -> tuple[bool, tuple[
     """Folders as each rank finds them, its own or shared."""
     own = root / str(ranks.rank)
     run_dir, cache_dir = root / "run" if run else own / "run", root / "cache" if cache else own / "cache"
-    found = folders.found(context_of(ranks, run_dir, cache_dir))
+    patience = folders._SEEN_SECONDS
+    folders._SEEN_SECONDS = 0.5  # no network is between them: what is there is seen at once
+    try:
+        found = folders.found(context_of(ranks, run_dir, cache_dir))
+    finally:
+        folders._SEEN_SECONDS = patience
     ranks.meet()
     assert not list(run_dir.iterdir()) and not list(cache_dir.iterdir())  # no mark is left
     return found.shares_run_dir, found.cache_ranks

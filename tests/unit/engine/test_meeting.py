@@ -68,17 +68,18 @@ def test_what_differs_is_told_on_both() -> None:
 def test_a_host_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "PATIENCE_SECONDS", 1.5)
     monkeypatch.setattr(meeting, "_TELL_SECONDS", 0.3)
-    port, told = meeting_port(), list[str]()
-    (future,) = meet(place(0, port, told, hosts=3), size=3)
+    port, told, other = meeting_port(), list[str](), list[str]()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(met, place(0, port, told, hosts=3), 0, 3, lambda: None)
+        second = pool.submit(met, place(1, meeting_port(), other), 1, 2, lambda: None)
     with pytest.raises(LostError, match="host 1 and host 2 have not come within"):
-        future.result()
+        first.result()
     assert told[0] == f"waiting at 127.0.0.1:{port} for host 1 and host 2"
-    (future,) = meet(place(1, meeting_port(), told))
     with pytest.raises(LostError, match=r"host 0 has not come within .*Connection refused"):
-        future.result()
+        second.result()
     assert (
         "for host 0 (Connection refused; if it has started there, look at TRAINER_MASTER: its name"
-        in told[-1]
+        in other[-1]
     )
 
 
@@ -242,20 +243,23 @@ def break_(store: Store) -> None:
     store.broken = True
 
 
-@pytest.mark.parametrize(
-    ("harm", "words"),
-    [(freeze, "host 1 gave no sign of life for"), (block, "gave no answer for"), (break_, "is gone: Conn")],
-)
-def test_silence_is_a_lost_host(quick: None, harm: Callable[[Store], None], words: str) -> None:
-    store, lost = Store(), list[TrainerError]()
-    begin(store, lost)
+def test_silence_is_a_lost_host(quick: None) -> None:
+    harms: list[tuple[Callable[[Store], None], str]] = [
+        (freeze, "host 1 gave no sign of life for"), (block, "gave no answer for"), (break_, "is gone: Conn"),
+    ]  # fmt: skip
+    stores, lost = [Store() for _ in harms], [list[TrainerError]() for _ in harms]
+    for store, found in zip(stores, lost, strict=True):
+        begin(store, found)
     time.sleep(1.0)
-    assert lost == [] and store.words["alive 0"].endswith(" 0")  # counters move
-    harm(store)
-    assert words in after(lost)
-    store.blocked.clear()
+    assert not any(lost) and all(store.words["alive 0"].endswith(" 0") for store in stores)  # counters move
+    for store, (harm, _) in zip(stores, harms, strict=True):
+        harm(store)
+    for found, (_, words) in zip(lost, harms, strict=True):
+        assert words in after(found)
+    for store in stores:
+        store.blocked.clear()
     time.sleep(0.3)
-    assert len(lost) == 1 and isinstance(lost[0], LostError)  # once
+    assert all(len(found) == 1 and isinstance(found[0], LostError) for found in lost)  # once
 
 
 def test_a_store_that_answers_late_is_no_lost_host(quick: None) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import Workers
+from trainer.engine import waits as waits_module
 from trainer.engine.caching.store import DamagedEntryError
 from trainer.engine.ranks import ALONE, Ranks, joined
 from trainer.engine.waits import Waits
@@ -117,7 +118,10 @@ def test_ranks_meet_in_a_folder_of_any_name(pool: Workers, tmp_path: Path, name:
     assert pool.call(gathered_rows, 2, place=folder / "meeting") == [[[0] * 3, [1] * 3]] * 2
 
 
-def test_only_long_waits_are_told_and_none_counts_as_work(tmp_path: Path) -> None:
+def test_only_long_waits_are_told_and_none_counts_as_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits_module, "_TOLD_SECONDS", 0.4)
     writer = StatusWriter(tmp_path, interval_seconds=0.0)
     writer.beat(Phase.TRAIN, step=1)
     waits = Waits(writer)
@@ -135,7 +139,7 @@ def test_only_long_waits_are_told_and_none_counts_as_work(tmp_path: Path) -> Non
             time.sleep(0.05)
         assert told()
         beat = read_status(tmp_path)
-        time.sleep(2.5)
+        time.sleep(1.0)
         assert read_status(tmp_path) == beat  # silent from then on: ranks that wait for each other are found
     assert not told()
     writer.beat(Phase.TRAIN, step=2, item_done=True)

@@ -111,10 +111,16 @@ def trained(ranks: Ranks, kind: str, dtype: torch.dtype, recomputed: int) -> End
     return norms, whole(weights), whole(state)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("recomputed", [0, 2])
-@pytest.mark.parametrize("kind", ["adamw_fused_fp32", "adamw_split_bf16", "adamw_stochastic_bf16"])
-def test_rows_learn_what_whole_weights_learn(pool: Workers, size: int, recomputed: int, kind: str) -> None:
+PAIRS = [
+    ("adamw_fused_fp32", 2, 0), ("adamw_fused_fp32", 3, 2), ("adamw_fused_fp32", 4, 0),
+    ("adamw_split_bf16", 2, 2), ("adamw_split_bf16", 3, 0), ("adamw_split_bf16", 4, 2),
+    ("adamw_stochastic_bf16", 3, 2), ("adamw_stochastic_bf16", 4, 0),
+]  # fmt: skip
+"""Each kind of optimizer and each number of ranks, both with and without recomputed blocks."""
+
+
+@pytest.mark.parametrize(("kind", "size", "recomputed"), PAIRS)
+def test_rows_learn_what_whole_weights_learn(pool: Workers, kind: str, size: int, recomputed: int) -> None:
     """Also those of which a rank has nothing; in fp32, whose sums differ by their order alone."""
     norms, weights, state = trained(ALONE, kind, torch.float32, recomputed)
     for found in pool.call(trained, size, kind, torch.float32, recomputed):

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import pytest
 
+from tests.e2e.nursery import ALL_RANKS, Forked, Nursery
 from trainer.telemetry.status import Phase, Status, rank_folder, read_status
 
 PATIENCE_SECONDS = 30.0
@@ -100,7 +101,7 @@ AGREED = CHILD.replace(
 class Run:
     """A running supervisor."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Forked
     directory: Path
     port: int
     meminfo: Path
@@ -164,12 +165,36 @@ Start = Callable[..., Run]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start supervisors; whatever is left of them is killed at the end."""
+    with supervisors(tmp_path, _popen) as starter:
+        yield starter
+
+
+@pytest.fixture
+def fork(tmp_path: Path, warm: Nursery) -> Iterator[Start]:
+    """`start` of processes that are forked, supervisors and children: for what is not about their start."""
+
+    def forked(words: list[str]) -> Forked:
+        return warm.start(words, {**os.environ, ALL_RANKS: "1"})
+
+    with supervisors(tmp_path, forked) as starter:
+        yield starter
+
+
+def _popen(words: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True)
+
+
+@contextlib.contextmanager
+def supervisors(
+    folder: Path, begin: Callable[[list[str]], subprocess.Popen[str] | Forked]
+) -> Iterator[Start]:
+    """A function that starts supervisors by `begin`, and their ends."""
     runs: list[Run] = []
 
     def starter(
         *,
         child: str = CHILD,
-        directory: Path = tmp_path / "runtime",
+        directory: Path = folder / "runtime",
         port: int | None = None,
         unified_memory: bool = False,
         budget_scale: float = 1.0,
@@ -177,7 +202,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         only: int | None = None,
     ) -> Run:
         """`only`: the rank of `ranks` that this supervisor has, as a launcher's does."""
-        meminfo, events = tmp_path / "meminfo", tmp_path / "memory.events"
+        meminfo, events = folder / "meminfo", folder / "memory.events"
         if not meminfo.exists():
             write_meminfo(meminfo, 64)
             events.write_text("low 0\noom 3\noom_kill 3\n")
@@ -193,22 +218,24 @@ def start(tmp_path: Path) -> Iterator[Start]:
             "only": only,
             "limits": {"interval_seconds": 0.05, "budget_scale": budget_scale},
         }
-        process = subprocess.Popen(
-            [sys.executable, "-c", PARENT, json.dumps(asked)], stderr=subprocess.PIPE, text=True
-        )
+        process = begin(["-c", PARENT, json.dumps(asked)])
         run = Run(process=process, directory=directory, port=port, meminfo=meminfo, memory_events=events)
         runs.append(run)
         return run
 
     yield starter
     for run in runs:
-        run.process.terminate()
-        status = run.status()
-        try:
-            run.process.communicate(timeout=5)
-        except subprocess.TimeoutExpired:
-            run.process.kill()
-        if status is not None and status.pid != run.process.pid and status.exit_code is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(status.pid, signal.SIGKILL)
-        run.process.communicate()
+        _clear(run)
+
+
+def _clear(run: Run) -> None:
+    run.process.terminate()
+    status = run.status()
+    try:
+        run.process.communicate(timeout=5)
+    except subprocess.TimeoutExpired:
+        run.process.kill()
+    if status is not None and status.pid != run.process.pid and status.exit_code is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(status.pid, signal.SIGKILL)
+    run.process.communicate()

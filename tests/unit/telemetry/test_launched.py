@@ -33,8 +33,8 @@ def launched(start: Start, **given: object) -> tuple[list[Run], list[int]]:
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_a_killed_rank_ends_all_within_seconds_and_its_parent_says_so(start: Start, rank: int) -> None:
-    runs, children = launched(start, child=DEAF)
+def test_a_killed_rank_ends_all_within_seconds_and_its_parent_says_so(fork: Start, rank: int) -> None:
+    runs, children = launched(fork, child=DEAF)
     began = time.monotonic()
     os.kill(children[rank], signal.SIGKILL)
     ends = [run.end() for run in runs]
@@ -48,7 +48,7 @@ def test_a_killed_rank_ends_all_within_seconds_and_its_parent_says_so(start: Sta
     assert status is not None and status.exit_code == 137 and status.cause.startswith(f"rank {rank}: SIGKILL")
 
 
-def test_an_abort_waits_for_what_another_parent_says(start: Start, tmp_path: Path) -> None:
+def test_an_abort_waits_for_what_another_parent_says(fork: Start, tmp_path: Path) -> None:
     """NCCL aborts ranks 0 and 2 before the killed rank 1, which still gives its memory back, has ended."""
     end = tmp_path / "end"
     ends = DEAF.replace(
@@ -56,14 +56,14 @@ def test_an_abort_waits_for_what_another_parent_says(start: Start, tmp_path: Pat
         f"    if Path({str(end)!r}).exists():\n        if rank != 1: os.abort()\n"
         "        time.sleep(1)\n        os.kill(os.getpid(), 9)\n    time.sleep(0.02)",
     )
-    runs, _ = launched(start, child=ends)
+    runs, _ = launched(fork, child=ends)
     end.touch()
     assert [run.end()[0] for run in runs] == [137] * RANKS
 
 
-def test_sigterm_after_an_end_is_no_request(start: Start) -> None:
+def test_sigterm_after_an_end_is_no_request(fork: Start) -> None:
     """A launcher asks the others to end once one of its processes has: they are killed, not asked."""
-    runs, children = launched(start, child=DEAF)
+    runs, children = launched(fork, child=DEAF)
     os.kill(runs[0].process.pid, signal.SIGSTOP)
     os.kill(children[1], signal.SIGKILL)
     runs[1].process.wait(5)
@@ -73,14 +73,14 @@ def test_sigterm_after_an_end_is_no_request(start: Start) -> None:
     assert (code, errors) == (137, "")
 
 
-def test_an_error_of_one_rank_is_the_exit_code_of_all(start: Start) -> None:
-    runs, _ = launched(start, child=failing("sys.exit(65)"))
+def test_an_error_of_one_rank_is_the_exit_code_of_all(fork: Start) -> None:
+    runs, _ = launched(fork, child=failing("sys.exit(65)"))
     runs[0].directory.with_name("end").touch()
     assert [run.end() for run in runs] == [(ExitCode.BAD_DATA, "")] * RANKS
 
 
-def test_sigterm_to_all_stops_all_and_one_says_so(start: Start) -> None:
-    runs, _ = launched(start, child=AGREED)
+def test_sigterm_to_all_stops_all_and_one_says_so(fork: Start) -> None:
+    runs, _ = launched(fork, child=AGREED)
     for run in runs:
         run.process.terminate()
     ends = [run.end() for run in runs]
@@ -88,8 +88,8 @@ def test_sigterm_to_all_stops_all_and_one_says_so(start: Start) -> None:
     assert [errors.count("SIGTERM: the run saves and ends") for _, errors in ends] == [1, 0, 0]
 
 
-def test_a_rank_that_hangs_is_named_by_the_first_ones_parent(start: Start) -> None:
-    runs, children = launched(start, child=DEAF, budget_scale=FAST)
+def test_a_rank_that_hangs_is_named_by_the_first_ones_parent(fork: Start) -> None:
+    runs, children = launched(fork, child=DEAF, budget_scale=FAST)
     os.kill(children[2], signal.SIGSTOP)
     ends = [run.end() for run in runs]
     assert [code for code, _ in ends] == [ExitCode.HUNG] * RANKS

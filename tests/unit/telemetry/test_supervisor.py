@@ -24,7 +24,7 @@ from trainer.telemetry.supervising.supervisor import Among, Limits, _Watch
 
 from .conftest import CHILD, Run, Start, free_port, wait_for, write_meminfo
 
-FAST = 0.005  # budgets: train 1.5 s, load and save 9 s
+FAST = 0.003  # budgets: train 0.9 s, load and save 5.4 s
 
 
 def healthz_is(run: Run, code: int) -> Callable[[], str | None]:
@@ -40,8 +40,8 @@ def samples(text: str) -> dict[str, float]:
     return {sample.name: sample.value for family in families for sample in family.samples}
 
 
-def test_a_stopped_child_is_unhealthy_then_killed_as_hung(start: Start) -> None:
-    run = start(budget_scale=FAST)
+def test_a_stopped_child_is_unhealthy_then_killed_as_hung(fork: Start) -> None:
+    run = fork(budget_scale=FAST)
     os.kill(run.child(), signal.SIGSTOP)
     assert "no heartbeat for" in wait_for(healthz_is(run, 503))
     code, body = run.get("/metrics")  # still answered, with the child's last words
@@ -56,14 +56,14 @@ def test_a_stopped_child_is_unhealthy_then_killed_as_hung(start: Start) -> None:
     assert "in phase train" in errors
 
 
-def test_a_pause_of_everything_is_no_hang(start: Start) -> None:
-    run = start(budget_scale=FAST)
+def test_a_pause_of_everything_is_no_hang(fork: Start) -> None:
+    run = fork(budget_scale=FAST)
     child = run.child()
     os.kill(child, signal.SIGSTOP)
     run.process.send_signal(signal.SIGSTOP)
-    time.sleep(3.5)  # more than two budgets
+    time.sleep(2.1)  # more than two budgets
     run.process.send_signal(signal.SIGCONT)
-    time.sleep(0.5)  # the supervisor wakes first
+    time.sleep(0.4)  # the supervisor wakes first
     os.kill(child, signal.SIGCONT)
     wait_for(healthz_is(run, 200))
     run.process.terminate()
@@ -90,8 +90,8 @@ def test_kill_9_is_reported_with_its_cause(start: Start) -> None:
     assert "SIGKILL" in status.cause
 
 
-def test_an_oom_kill_is_told_from_other_kills(start: Start) -> None:
-    run = start()
+def test_an_oom_kill_is_told_from_other_kills(fork: Start) -> None:
+    run = fork()
     child = run.child()
     run.memory_events.write_text("low 0\noom 4\noom_kill 4\n")
     os.kill(child, signal.SIGKILL)
@@ -137,8 +137,8 @@ def test_a_stop_request_before_the_child_can_handle_it_gives_75(start: Start) ->
     assert run.end()[0] == ExitCode.STOPPED
 
 
-def test_a_second_interrupt_kills(start: Start) -> None:
-    run = start(child=CHILD.replace("flag.requested is not None", "False"))
+def test_a_second_interrupt_kills(fork: Start) -> None:
+    run = fork(child=CHILD.replace("flag.requested is not None", "False"))
     child = run.child()
     run.process.send_signal(signal.SIGINT)
     time.sleep(0.7)  # two in the same half second are one key press
@@ -150,9 +150,9 @@ def test_a_second_interrupt_kills(start: Start) -> None:
     assert not Path(f"/proc/{child}").exists()
 
 
-def test_a_second_sigterm_does_not_kill(start: Start) -> None:
+def test_a_second_sigterm_does_not_kill(fork: Start) -> None:
     slow = CHILD.replace('(folder / "saved")', 'time.sleep(1.5); (folder / "saved")')
-    run = start(child=slow)
+    run = fork(child=slow)
     run.child()
     run.process.terminate()
     time.sleep(0.7)
@@ -181,8 +181,8 @@ def test_signals_while_a_stopped_run_ends_change_nothing(start: Start) -> None:
     assert (run.directory / "saved").exists()
 
 
-def test_a_child_that_ignores_the_request_is_killed_after_the_save_budget(start: Start) -> None:
-    run = start(child=CHILD.replace("flag.requested is not None", "False"), budget_scale=0.0005)
+def test_a_child_that_ignores_the_request_is_killed_after_the_save_budget(fork: Start) -> None:
+    run = fork(child=CHILD.replace("flag.requested is not None", "False"), budget_scale=0.0005)
     run.child()
     run.process.terminate()
     code, errors = run.end()
@@ -190,8 +190,8 @@ def test_a_child_that_ignores_the_request_is_killed_after_the_save_budget(start:
     assert "did not end within 0.9 s" in errors
 
 
-def test_below_the_soft_floor_the_child_saves_and_ends_with_71(start: Start) -> None:
-    run = start(unified_memory=True)
+def test_below_the_soft_floor_the_child_saves_and_ends_with_71(fork: Start) -> None:
+    run = fork(unified_memory=True)
     run.child()
     write_meminfo(run.meminfo, 9.5)
     code, errors = run.end()
@@ -200,8 +200,8 @@ def test_below_the_soft_floor_the_child_saves_and_ends_with_71(start: Start) -> 
     assert "9.5 GiB of host memory are left, the soft floor is 10.0 GiB" in errors
 
 
-def test_below_the_hard_floor_the_child_is_killed_with_71(start: Start) -> None:
-    run = start(unified_memory=True)
+def test_below_the_hard_floor_the_child_is_killed_with_71(fork: Start) -> None:
+    run = fork(unified_memory=True)
     run.child()
     write_meminfo(run.meminfo, 5.5)
     code, errors = run.end()
@@ -210,8 +210,8 @@ def test_below_the_hard_floor_the_child_is_killed_with_71(start: Start) -> None:
     assert "the hard floor is 6.0 GiB" in errors
 
 
-def test_memory_floors_are_for_unified_memory_only(start: Start) -> None:
-    run = start(unified_memory=False)
+def test_memory_floors_are_for_unified_memory_only(fork: Start) -> None:
+    run = fork(unified_memory=False)
     run.child()
     write_meminfo(run.meminfo, 1)
     time.sleep(0.5)
@@ -219,8 +219,8 @@ def test_memory_floors_are_for_unified_memory_only(start: Start) -> None:
     assert samples(run.get("/metrics")[1])["trainer_host_memory_available_bytes"] == 1024**3
 
 
-def test_a_running_child_is_healthy_and_ready(start: Start) -> None:
-    run = start()
+def test_a_running_child_is_healthy_and_ready(fork: Start) -> None:
+    run = fork()
     run.child()
     code, body = run.get("/healthz")
     assert (code, body.split(",")[0].rsplit(" ", 1)[0]) == (200, "phase train")
@@ -285,12 +285,12 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_the_last_run_s_status_and_metrics_do_not_count(start: Start, tmp_path: Path) -> None:
+def test_the_last_run_s_status_and_metrics_do_not_count(fork: Start, tmp_path: Path) -> None:
     directory = tmp_path / "runtime"
     directory.mkdir()
     (directory / "metrics.prom").write_text("# TYPE trainer_loss gauge\ntrainer_loss 7\n")
     (directory / "status.json").write_text("{}")
-    run = start(child="import time; time.sleep(60)")
+    run = fork(child="import time; time.sleep(60)")
     assert "phase load" in wait_for(lambda: _body_when_up(run))
     assert "trainer_loss" not in run.get("/metrics")[1]
 

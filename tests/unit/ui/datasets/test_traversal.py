@@ -79,7 +79,7 @@ def addresses(studio: Studio, name: str, place_id: str) -> list[tuple[str, str]]
     return found
 
 
-# all of them take half a minute
+# all of them take a quarter of a minute
 @pytest.mark.parametrize(
     "step", [step if step < 2 else pytest.param(step, marks=pytest.mark.slow) for step in range(len(STEPS))]
 )
@@ -94,8 +94,9 @@ def test_no_name_in_an_address_leads_anywhere(
     before = tree(tmp_path)
     forms = {"caption": "x", "etag": edits.NO_FILE, "picture": "../../outside/secret.txt", "existing": "keep"}
     seen = 0
-    for name in NAMES[step * len(FORMS) : (step + 1) * len(FORMS)]:
-        for method, path in addresses(studio, name, place.id):
+    for number, name in enumerate(NAMES[step * len(FORMS) : (step + 1) * len(FORMS)]):
+        # every other address, in turn: each of them has each step, and each form at every other step
+        for method, path in addresses(studio, name, place.id)[(step + number) % 2 :: 2]:
             answer = client.get(path) if method == "GET" else client.post(path, data=forms)
             # an empty name is another route's address, and one that ends in a slash is asked for without it
             refused = answer.status_code in (400, 404, 405, 422)
@@ -103,7 +104,7 @@ def test_no_name_in_an_address_leads_anywhere(
             assert answer.headers.get("location", ORIGIN).startswith((ORIGIN, "/data"))
             assert SECRET not in answer.text and "root:" not in answer.text
             seen += 1
-    assert seen == len(FORMS) * len(addresses(studio, "x", "y"))
+    assert seen == len(FORMS) // 2 * len(addresses(studio, "x", "y"))
     assert len(addresses(studio, "x", "y")) >= 17
     # a request to look, by an address without a name, is written down
     assert without(tree(tmp_path), "/asked") == without(before, "/asked")
