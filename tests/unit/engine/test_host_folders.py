@@ -52,7 +52,7 @@ def look(ranks: Ranks, root: Path, run: bool, cache: bool) -> tuple[bool, tuple[
     own = root / str(ranks.rank)
     run_dir, cache_dir = root / "run" if run else own / "run", root / "cache" if cache else own / "cache"
     patience = folders._SEEN_SECONDS
-    folders._SEEN_SECONDS = 0.5  # no network is between them: what is there is seen at once
+    folders._SEEN_SECONDS = 1.5  # no network is between them: what is there is seen at once
     try:
         found = folders.found(context_of(ranks, run_dir, cache_dir))
     finally:

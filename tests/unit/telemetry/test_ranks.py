@@ -23,7 +23,7 @@ from trainer.telemetry.supervising.supervisor import supervise
 from .conftest import AGREED, CHILD, Run, Start, wait_for
 
 RANKS = 3
-FAST = 0.003  # budget of the train phase: 0.9 s
+FAST = 0.005  # budget of the train phase: 1.5 s
 
 
 def pids(run: Run) -> list[int]:
