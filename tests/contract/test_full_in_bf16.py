@@ -90,7 +90,7 @@ def test_a_full_fine_tune_in_bf16_goes_on_to_the_bit(
     rest = workshop.job(case, tmp_path / "halves", *narrow)
     rest.train()
     assert any("resumed from" in line for line in rest.said)
-    for written in ("model/*", f"checkpoints/*{SHORT_STEPS}/*.safetensors"):
+    for written in ("model/**/*", f"checkpoints/*{SHORT_STEPS}/*.safetensors"):
         assert files(whole.folder, written)
         assert not different(files(rest.folder, written), files(whole.folder, written))
 

@@ -138,7 +138,7 @@ def test_a_resumed_run_in_fp8_goes_on_to_the_bit(
     rest = job("resumed")
     rest.train()
     assert any("resumed from" in line for line in rest.said)
-    for written in ("model/*", "checkpoints/*/*.safetensors"):
+    for written in ("model/**/*", "checkpoints/*/*.safetensors"):
         assert files(straight.folder, written)
         assert not different(files(rest.folder, written), files(straight.folder, written))
 
