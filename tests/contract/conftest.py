@@ -11,6 +11,7 @@ import pytest
 from tests.contract.runs import (
     ALIKE,
     COUSINS,
+    SHORT_RUN,
     Case,
     Job,
     Step,
@@ -78,7 +79,12 @@ def workshop(tiny_base: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     # tiny tensors gain nothing from more, and idle threads of two test processes spin against each other
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("workshop")
-    return Workshop(base=tiny_base, samples=small_samples(folder / "samples"), cache=folder / "cache")
+    return Workshop(
+        base=tiny_base,
+        samples=small_samples(folder / "samples"),
+        cache=folder / "cache",
+        run=SHORT_RUN,
+    )
 
 
 @pytest.fixture(scope="session")

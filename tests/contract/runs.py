@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,20 @@ SMALL_RUN: dict[str, Any] = {
     "checkpoint": {"checkpointing_steps": CHECKPOINT_STEP, "checkpoints_total_limit": 2},
 }
 """Ten steps that cross everything a resume has to get right: accumulation, dropout, half a log interval."""
+
+SHORT_STEPS = 6
+SHORT_CHECKPOINT = 3
+SHORT_RUN: dict[str, Any] = {
+    **SMALL_RUN,
+    "train": {
+        **SMALL_RUN["train"],
+        "max_train_steps": SHORT_STEPS,
+        "log_every_steps": 2,  # an interval of the log spans the checkpoint
+    },
+    "validation": {**SMALL_RUN["validation"], "every_steps": 4},
+    "checkpoint": {"checkpointing_steps": SHORT_CHECKPOINT, "checkpoints_total_limit": 2},
+}
+"""The same within six steps: a round of previews between the checkpoint and the end, one at each end."""
 
 SECTIONS_OF_METHOD: dict[str, dict[str, Any]] = {"lora": {"lora": {"rank": 4, "alpha": 8}}, "full": {}}
 """An alpha that is not the rank, so that a file that forgets the scale is found out."""
@@ -112,6 +127,8 @@ class Workshop:
     samples: Path
     """Folder that `small_samples` wrote."""
     cache: Path
+    run: Mapping[str, Any] = dataclasses.field(default_factory=lambda: SMALL_RUN)
+    """Sections of the YAML that every run has."""
 
     def write_config(self, case: Case, folder: Path, samples: Path | None = None) -> Path:
         """The small run's YAML in `folder`, which will also hold the run; `samples` as in `one_set`."""
@@ -119,11 +136,11 @@ class Workshop:
             "family": case.family,
             "method": case.method,
             "output_dir": str(folder / "run"),
-            **SMALL_RUN,
+            **self.run,
             **SECTIONS_OF_METHOD[case.method],
             "model": {"pretrained_model_name_or_path": str(self.base(case.family)), "download": "never"},
         }
-        data, validation = {**SMALL_RUN["data"]}, {**SMALL_RUN["validation"]}
+        data, validation = {**self.run["data"]}, {**self.run["validation"]}
         if not draws(case.family):
             del data["resolution"], validation["num_inference_steps"]
             data |= {"caption_dropout_rate": 0.0, "max_sequence_length": 112}
@@ -308,6 +325,20 @@ def dying_after(folder: Path, last_step: int) -> ToldStatus:
             raise KilledError
 
     return ToldStatus(folder, on_beat)
+
+
+def copy_until(done: Job, step: int, folder: Path) -> None:
+    """Copy a finished run into `folder`, as a kill leaves one that got to its end after this checkpoint: it
+    still has every line and picture, and neither a result nor a later checkpoint.
+    """
+    run_dir = Path(shutil.copytree(done.folder, folder / done.folder.name))
+    for path in (run_dir / "checkpoints").iterdir():
+        if path.name > f"step-{step:06d}":
+            shutil.rmtree(path)
+    assert steps_saved(run_dir)[-1] == f"step-{step:06d}"
+    for name in ("lora", "model"):
+        shutil.rmtree(run_dir / name, ignore_errors=True)
+    (run_dir / "before_after.png").unlink(missing_ok=True)
 
 
 def losing(job: Job, *, factor: float) -> Job:

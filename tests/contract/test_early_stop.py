@@ -32,6 +32,7 @@ EARLY = (
     *LONG,
     f"validation.early_stop.patience={PATIENCE}",
     f"validation.early_stop.min_delta={DELTA}",
+    "validation.prompts=[an apple]",
 )
 NEVER_BETTER = (*LONG, "validation.early_stop.patience=3", "validation.early_stop.min_delta=100")
 """Ends after three rounds: the kill comes after the second one, the checkpoint after the first."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.contract.runs import FULL_CASES, STEPS, Case, Job, Workshop, fewer, numbers
+from tests.contract.runs import FULL_CASES, SHORT_STEPS, Case, Job, Workshop, fewer, numbers
 from tests.contract.test_full_in_fp8 import in_fp8
 from tests.emulated_fp8 import emulated
 from trainer.engine.building import build, fp8
@@ -40,7 +40,7 @@ def test_joined_layers_learn_what_separate_ones_learn(
         job = workshop.job(case, tmp_path / name, *OPTIONS)
         job = job if compute == "bf16" else in_fp8(job)
         job.train()
-        folder = job.folder / "checkpoints" / f"step-{STEPS:06d}"
+        folder = job.folder / "checkpoints" / f"step-{SHORT_STEPS:06d}"
         return job, checkpoint.read_group(folder, "weights", "cpu")
 
     together, found = trained("together")

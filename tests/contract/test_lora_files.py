@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import re
@@ -18,12 +19,13 @@ from safetensors.torch import load_file, save_file
 from tests.contract.comfyui import unknown_keys
 from tests.contract.conftest import Finished
 from tests.contract.loaders import adapter_config, changes_of_comfyui, changes_of_file, lora_file, own
-from tests.contract.runs import FULL_CASES, LORA_CASES, Case, Workshop
+from tests.contract.runs import FULL_CASES, LORA_CASES, SHORT_STEPS, Case, Workshop
 from trainer import families
 from trainer.config.reading.load import Loaded
 from trainer.engine import run
 from trainer.engine.building.base_load_check import check_loadable
-from trainer.engine.building.build import Built, build, load_base
+from trainer.engine.building.build import build, load_base
+from trainer.engine.context import Context
 from trainer.engine.records import checkpoint
 from trainer.engine.results import proof
 from trainer.engine.results.full import export_full, prove_full
@@ -129,14 +131,29 @@ def test_verify_lora_repeats_the_proof_on_a_fresh_base(
     assert f"changes the model's output by {100 * told['effect']:.3g} %" in said[-1]
 
 
-def trained(case: Case, workshop: Workshop, done: Finished, folder: Path) -> tuple[Any, Built]:
-    """Context and model of a finished run, in a folder where files may be spoilt."""
-    context = workshop.job(case, folder).context
-    built = build(context)
-    last = done.folder / "checkpoints" / "step-000010"
-    weights, state = (checkpoint.read_group(last, group, "cpu") for group in ("weights", "optimizer"))
-    built.updater.load(weights, state, 10)
-    return context, built
+Trained = Callable[[Case, Path], tuple[Context, Any]]
+
+
+@pytest.fixture(scope="module")
+def trained(
+    workshop: Workshop, finished: Callable[[Case], Finished], tmp_path_factory: pytest.TempPathFactory
+) -> Trained:
+    """Give context and model of a finished run, both copies, in a folder where files may be spoilt."""
+    made: dict[Case, tuple[Context, Any]] = {}
+
+    def copied(case: Case, folder: Path) -> tuple[Context, Any]:
+        if case not in made:
+            context = workshop.job(case, tmp_path_factory.mktemp("trained")).context
+            built = build(context)
+            last = finished(case).folder / "checkpoints" / f"step-{SHORT_STEPS:06d}"
+            weights, state = (checkpoint.read_group(last, group, "cpu") for group in ("weights", "optimizer"))
+            built.updater.load(weights, state, SHORT_STEPS)
+            made[case] = context, built.model
+        context, model = made[case]
+        config = context.config.model_copy(update={"output_dir": folder / "run"})
+        return dataclasses.replace(context, config=config), copy.deepcopy(model)
+
+    return copied
 
 
 def spoil(path: Path, change: Change) -> None:
@@ -193,57 +210,57 @@ def test_a_spoilt_lora_file_fails_the_proof(
     change: Change,
     words: str,
     lora_case: Case,
-    workshop: Workshop,
+    trained: Trained,
     finished: Callable[[Case], Finished],
     tmp_path: Path,
 ) -> None:
-    context, built = trained(lora_case, workshop, finished(lora_case), tmp_path)
+    context, model = trained(lora_case, tmp_path)
     folder = context.run_dir / "lora"
     folder.mkdir(parents=True, exist_ok=True)
-    path = proof.write_lora(context, built.model, folder)
+    path = proof.write_lora(context, model, folder)
     assert path.read_bytes() == lora_file(finished(lora_case)).read_bytes()
     spoil(path, change)
     with pytest.raises(DataError, match=words) as caught:
-        proof.prove_lora(context, built.model, path)
+        proof.prove_lora(context, model, path)
     assert caught.value.exit_code is ExitCode.BAD_DATA
     assert str(path) in str(caught.value)
 
 
 def test_a_base_that_is_not_as_it_was_before_the_file_fails_the_proof(
-    workshop: Workshop, finished: Callable[[Case], Finished], tmp_path: Path
+    trained: Trained, finished: Callable[[Case], Finished], tmp_path: Path
 ) -> None:
     """`verify-lora` compares with a fresh base: an adapter that leaves something behind is found out."""
     case = LORA_CASES[0]
-    context, built = trained(case, workshop, finished(case), tmp_path)
+    context, model = trained(case, tmp_path)
     path = lora_file(finished(case))
-    proof.prove_lora(context, built.model, path)
-    lora.remove_lora(built.model)
-    untouched = proof.fixed_outputs(context, built.model)
-    proof.load_lora(context, built.model, path)
-    proof.prove_lora(context, built.model, path, untouched=untouched)
+    proof.prove_lora(context, model, path)
+    lora.remove_lora(model)
+    untouched = proof.fixed_outputs(context, model)
+    proof.load_lora(context, model, path)
+    proof.prove_lora(context, model, path, untouched=untouched)
     with pytest.raises(DataError, match="gives other outputs"):
-        proof.prove_lora(context, built.model, path, untouched=[1.01 * one for one in untouched])
+        proof.prove_lora(context, model, path, untouched=[1.01 * one for one in untouched])
 
 
 def test_a_lora_that_learned_nan_is_never_called_proved(
-    lora_case: Case, workshop: Workshop, finished: Callable[[Case], Finished], tmp_path: Path
+    lora_case: Case, trained: Trained, tmp_path: Path
 ) -> None:
-    context, built = trained(lora_case, workshop, finished(lora_case), tmp_path)
+    context, model = trained(lora_case, tmp_path)
     with torch.no_grad():
-        next(iter(built.updater.parameters.values())).view(-1)[0] = float("nan")
+        next(one for one in model.parameters() if one.requires_grad).view(-1)[0] = float("nan")
     with pytest.raises(DivergedError):
-        proof.export_lora(context, built.model, 3)
+        proof.export_lora(context, model, 3)
     assert not list(context.run_dir.glob("lora/*.proof.json"))
 
 
 def test_a_proved_lora_stays_whatever_becomes_of_its_twin(
-    workshop: Workshop,
+    trained: Trained,
     finished: Callable[[Case], Finished],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = LORA_CASES[0]
-    context, built = trained(case, workshop, finished(case), tmp_path)
+    context, model = trained(case, tmp_path)
 
     def full(*_: object, **__: object) -> None:
         raise NoSpaceError("no space left", where="lora")
@@ -254,7 +271,7 @@ def test_a_proved_lora_stays_whatever_becomes_of_its_twin(
     with monkeypatch.context() as patch:
         patch.setattr(proof, "write_comfyui", full)
         with pytest.raises(NoSpaceError):
-            proof.export_lora(context, built.model, 3)
+            proof.export_lora(context, model, 3)
     path = old.with_name(f"{context.run_dir.name}.safetensors")
     assert path.read_bytes() == lora_file(finished(case)).read_bytes()
     assert path.with_name(f"{path.name.removesuffix('.safetensors')}.proof.json").exists()
@@ -262,7 +279,7 @@ def test_a_proved_lora_stays_whatever_becomes_of_its_twin(
     said: list[str] = []
     nameless = dataclasses.replace(context.family, comfyui_keys=lambda module: None)
     told = dataclasses.replace(context, family=nameless, say=said.append)
-    _, twin, _ = proof.export_lora(told, built.model, 3)
+    _, twin, _ = proof.export_lora(told, model, 3)
     assert twin is None and path.exists() and not old.exists()
     assert any(one.startswith("no file for ComfyUI: it has no name for") for one in said)
 
@@ -377,6 +394,22 @@ def test_a_result_without_effect_says_what_to_do(effect: float, words: str, reme
     proof.require_effect(1e-9, "nothing came of it", "runs/a")
 
 
+@pytest.fixture(scope="module")
+def exported(
+    trained: Trained, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Case], tuple[Context, Any, Path]]:
+    """Give context and model of a finished full fine-tune with its folder. Put back what is changed there."""
+    made: dict[Case, tuple[Context, Any, Path]] = {}
+
+    def export(case: Case) -> tuple[Context, Any, Path]:
+        if case not in made:
+            context, model = trained(case, tmp_path_factory.mktemp("exported"))
+            made[case] = context, model, export_full(context, model)
+        return made[case]
+
+    return export
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -392,15 +425,18 @@ def test_a_spoilt_model_fails_the_proof(
     error: type[Exception],
     words: str,
     full_case: Case,
-    workshop: Workshop,
-    finished: Callable[[Case], Finished],
-    tmp_path: Path,
+    exported: Callable[[Case], tuple[Context, Any, Path]],
 ) -> None:
-    context, built = trained(full_case, workshop, finished(full_case), tmp_path)
-    folder = export_full(context, built.model)
-    spoil(next((folder / context.family.trained_component).glob("*.safetensors")), change)
-    with pytest.raises(error, match=words):
-        prove_full(context, built.model, folder)
+    context, model, folder = exported(full_case)
+    file = next((folder / context.family.trained_component).glob("*.safetensors"))
+    whole = file.read_bytes()
+    spoil(file, change)
+    try:
+        with pytest.raises(error, match=words):
+            prove_full(context, model, folder)
+    finally:
+        file.write_bytes(whole)
+    assert prove_full(context, model, folder) > 0
 
 
 def test_the_real_pipeline_loads_the_trained_model(
@@ -411,7 +447,7 @@ def test_the_real_pipeline_loads_the_trained_model(
     component = context.family.trained_component
     model_class: Any = context.family.model_class(context.source)
     model = model_class.from_pretrained(done.folder / "model" / component)
-    weights = checkpoint.read_group(done.folder / "checkpoints" / "step-000010", "weights", "cpu")
+    weights = checkpoint.read_group(done.folder / "checkpoints" / f"step-{SHORT_STEPS:06d}", "weights", "cpu")
     assert all(torch.equal(value, weights[name]) for name, value in model.named_parameters())
     assert {value.dtype for value in model.parameters()} == {context.dtype}
     loaded = own(done.job)
@@ -444,7 +480,7 @@ def test_the_trained_model_is_a_base_for_everything(
     assert {file.suffix for file in links} == {".safetensors"}
     pipeline = DiffusionPipeline.from_pretrained(folder)
     trained = getattr(pipeline, context.family.trained_component)
-    weights = checkpoint.read_group(done.folder / "checkpoints" / "step-000010", "weights", "cpu")
+    weights = checkpoint.read_group(done.folder / "checkpoints" / f"step-{SHORT_STEPS:06d}", "weights", "cpu")
     assert all(torch.equal(value, weights[name].float()) for name, value in trained.named_parameters())
 
 

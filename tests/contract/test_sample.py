@@ -11,7 +11,7 @@ import pytest
 
 from tests.contract.conftest import Finished
 from tests.contract.loaders import lora_file
-from tests.contract.runs import FULL_CASES, LORA_CASES, STEPS, Case, fewer
+from tests.contract.runs import FULL_CASES, LORA_CASES, SHORT_STEPS, Case, fewer
 from trainer.engine import run
 from trainer.engine.context import Context
 from trainer.engine.results.pictures import before_after, read_png, row
@@ -35,7 +35,7 @@ def test_base_and_lora_alone_and_in_one_picture(
     captions = done.job.context.config.validation.prompts
     base, result = (
         [read_png(image)[0] for image in sorted(done.folder.glob(f"samples/step-{step:06d}/*.png"))]
-        for step in (0, STEPS)
+        for step in (0, SHORT_STEPS)
     )
     both = ("base model", file.name)
     expected = {
@@ -64,7 +64,7 @@ def test_a_full_fine_tune_alone_and_below_its_base(
     captions = done.job.context.config.validation.prompts
     base, result = (
         [read_png(image)[0] for image in sorted(done.folder.glob(f"samples/step-{step:06d}/*.png"))]
-        for step in (0, STEPS)
+        for step in (0, SHORT_STEPS)
     )
     # what was not trained need not be there
     alone = tmp_path / "run" / "model"

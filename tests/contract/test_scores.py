@@ -77,7 +77,7 @@ def test_every_round_is_measured_from_its_files_and_told_everywhere(
     job = workshop.job(CASE, tmp_path, *scored, "validation.held_out=0", "validation.copy_threshold=0.01")
     job.train()
     rows = rows_of(job.folder)
-    assert [row["step"] for row in rows] == [0, 3, 6, 9, 10]
+    assert [row["step"] for row in rows] == [0, 4, 6]
     assert len({row["score_data"] for row in rows}) == 1
     for row in rows:
         expected = by_transformers(job.folder, row["step"], scored, workshop.samples / "pictures")
@@ -85,9 +85,9 @@ def test_every_round_is_measured_from_its_files_and_told_everywhere(
         assert row["pictures"] == row["copied"] == 3
     # the last round is of the LoRA loaded from its file
     assert any("Proved: " in line for line in job.said)
-    told = [line for line in job.said if line.startswith("metrics of the 3 previews of step 10: clip_t ")]
+    told = [line for line in job.said if line.startswith("metrics of the 3 previews of step 6: clip_t ")]
     assert len(told) == 1
-    assert sum(line.startswith("warning: preview step-000010/") for line in job.said) == 3
+    assert sum(line.startswith("warning: preview step-000006/") for line in job.said) == 3
     published = (tmp_path / "runtime" / METRICS_FILE).read_text()
     assert f'trainer_validation_score{{metric="clip_t"}} {rows[-1]["clip_t"]!r}' in published
     # the same command again measures the same, and writes no second line of it
@@ -103,7 +103,7 @@ def test_a_kill_and_a_resume_measure_every_round_once(
     straight.train()
     again = tmp_path / "again"
     with pytest.raises(KilledError):
-        workshop.job(CASE, again, *scored, status=dying_after(again, 8)).train()
+        workshop.job(CASE, again, *scored, status=dying_after(again, 5)).train()
     job = workshop.job(CASE, again, *scored)
     job.train()
     assert rows_of(job.folder) == rows_of(straight.folder)
@@ -115,14 +115,14 @@ def test_a_resume_that_begins_to_measure_draws_the_round_of_its_checkpoint_anew(
     workshop: Workshop, scored: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Its previews show other prompts, and one less."""
-    steps = ("checkpoint.checkpointing_steps=3", "validation.prompts=[a dog, a cat]")
+    steps = ("validation.every_steps=3", "validation.prompts=[a dog, a cat]")
     with pytest.raises(KilledError):
         workshop.job(CASE, tmp_path, *steps, status=dying_after(tmp_path, 5)).train()
     job = workshop.job(CASE, tmp_path, steps[0], *scored)
     job.train()
     assert "resumed from step-000003" in job.said
     rows = rows_of(job.folder)
-    assert [row["step"] for row in rows] == [3, 6, 9, 10]
+    assert [row["step"] for row in rows] == [3, 6]
     expected = by_transformers(job.folder, 3, scored, workshop.samples / "pictures")
     assert rows[0]["clip_t"] == pytest.approx(expected["clip_t"], abs=2e-5)
 
@@ -141,7 +141,8 @@ def test_a_run_ends_where_its_previews_get_no_better(
     monitor: str, workshop: Workshop, scored: tuple[str, ...], tmp_path: Path
 ) -> None:
     patience = ("validation.early_stop.patience=2", "validation.early_stop.min_delta=0.05")
-    options = (*scored, "train.max_train_steps=30", f"validation.early_stop.monitor={monitor}", *patience)
+    rounds = ("train.max_train_steps=30", "validation.every_steps=1")
+    options = (*scored, *rounds, f"validation.early_stop.monitor={monitor}", *patience)
     job = workshop.job(CASE, tmp_path, *options)
     job.train()
     values = {row["step"]: row[monitor] for row in rows_of(job.folder)}

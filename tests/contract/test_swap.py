@@ -12,8 +12,8 @@ import torch
 
 from tests.contract.conftest import Finished
 from tests.contract.runs import (
-    CHECKPOINT_STEP,
     LORA_CASES,
+    SHORT_CHECKPOINT,
     Case,
     Job,
     KilledError,
@@ -48,13 +48,13 @@ def test_a_killed_and_resumed_run_is_the_run_without(
     """With previews, a held-out loss, and the proof at its end."""
     straight = finished(case)
     with pytest.raises(KilledError):
-        dying = workshop.job(case, tmp_path, status=dying_after(tmp_path, CHECKPOINT_STEP + 2))
+        dying = workshop.job(case, tmp_path, status=dying_after(tmp_path, SHORT_CHECKPOINT + 2))
         swapping(dying, 2).train()
     job = swapping(workshop.job(case, tmp_path), 2)
     job.train()
     said = "\n".join(job.said)
     assert "2 blocks wait in host memory" in said
-    assert "resumed from step-000005" in said
+    assert f"resumed from step-{SHORT_CHECKPOINT:06d}" in said
     assert "Proved: " in said
     assert numbers(job.folder) == numbers(straight.folder)
     assert products(job.folder) == products(straight.folder)

@@ -20,9 +20,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.contract.conftest import Finished
 from tests.contract.runs import (
     CASES,
-    CHECKPOINT_STEP,
     LORA_CASES,
-    STEPS,
+    SHORT_CHECKPOINT,
+    SHORT_STEPS,
     Case,
     KilledError,
     ToldStatus,
@@ -51,7 +51,7 @@ from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 from trainer.telemetry.status import Phase
 
 ACCUMULATION = 2
-PREVIEWED = (0, 3, 6, 9, 10)
+PREVIEWED = (0, 4, 6)
 QUIET = ("validation.prompts=[]", "validation.held_out=0")
 
 
@@ -92,7 +92,7 @@ def test_a_run_leaves_what_it_promises(case: Case, finished: Callable[[Case], Fi
     done = finished(case)
     for name in ("config.resolved.yaml", "plan.json", "metrics.jsonl"):
         assert (done.folder / name).stat().st_size > 0
-    assert steps_saved(done.folder) == ["step-000005", "step-000010"]
+    assert steps_saved(done.folder) == ["step-000003", "step-000006"]
     pictures = sorted(path.name for path in (done.folder / "samples").glob("*.png"))
     assert pictures == [*(f"step-{n:06d}.png" for n in PREVIEWED), "strip.png"]
     singles = sorted(done.folder.glob("samples/step-*/*"))
@@ -107,20 +107,20 @@ def test_a_run_leaves_what_it_promises(case: Case, finished: Callable[[Case], Fi
         assert picture.width > 2 * 192
     assert list((done.folder / "tensorboard").iterdir())
     rows = numbers(done.folder)
-    assert [row["step"] for row in rows] == [0, 3, 6, 9, 10]
+    assert [row["step"] for row in rows] == [0, 2, 4, 6]
     assert all(math.isfinite(value) for row in rows for value in row.values())
-    assert all("validation_loss" in row for row in rows)
+    assert [row["step"] for row in rows if "validation_loss" in row] == [*PREVIEWED]
     said = "\n".join(done.job.said)
     assert "Proved: " in said
     first, last = rows[0]["validation_loss"], rows[-1]["validation_loss"]
     assert f"held-out loss {first:.3g} -> {last:.3g} (" in said
     assert f"before and after: {done.folder / 'before_after.png'}" in said
-    before, after = ((done.folder / "samples" / pictures[n]).read_bytes() for n in (0, 4))
+    before, after = ((done.folder / "samples" / pictures[n]).read_bytes() for n in (0, 2))
     assert before != after
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_five_steps_a_kill_and_a_resume_equal_ten(
+def test_three_steps_a_kill_and_a_resume_equal_six(
     case: Case,
     workshop: Workshop,
     finished: Callable[[Case], Finished],
@@ -130,10 +130,10 @@ def test_five_steps_a_kill_and_a_resume_equal_ten(
     straight = finished(case)
     taken = record_samples(monkeypatch)
     with pytest.raises(KilledError):  # two steps later than the checkpoint
-        workshop.job(case, tmp_path, status=dying_after(tmp_path, CHECKPOINT_STEP + 2)).train()
-    assert steps_saved(tmp_path / "run") == ["step-000005"]
-    assert (tmp_path / "run" / "samples" / "step-000006.png").exists()
-    before = taken[:CHECKPOINT_STEP]
+        workshop.job(case, tmp_path, status=dying_after(tmp_path, SHORT_CHECKPOINT + 2)).train()
+    assert steps_saved(tmp_path / "run") == ["step-000003"]
+    assert (tmp_path / "run" / "samples" / "step-000004.png").exists()
+    before = taken[:SHORT_CHECKPOINT]
     taken.clear()
     published: list[str] = []
 
@@ -143,9 +143,9 @@ def test_five_steps_a_kill_and_a_resume_equal_ten(
 
     job = workshop.job(case, tmp_path, status=ToldStatus(tmp_path, read_published))
     job.train()
-    assert "resumed from step-000005" in job.said
+    assert "resumed from step-000003" in job.said
     # before the first save of this process
-    assert f"trainer_checkpoint_step {CHECKPOINT_STEP}.0" in published[0]
+    assert f"trainer_checkpoint_step {SHORT_CHECKPOINT}.0" in published[0]
     assert 'trainer_phase{phase="train"} 1.0' in published[1]
     assert before + taken == straight.samples
     # the log's line after the resume is about the steps that this process made; a row of a language model
@@ -154,7 +154,7 @@ def test_five_steps_a_kill_and_a_resume_equal_ten(
     samples = {round(row["samples_per_second"] * row["seconds_per_step"], 6) for row in timed}
     per_step = ACCUMULATION * job.context.config.train.train_batch_size
     assert samples == {float(per_step)} or not draws(case.family)
-    assert len(straight.samples) == STEPS
+    assert len(straight.samples) == SHORT_STEPS
     assert all(len(step) == ACCUMULATION for step in straight.samples)
     dropped = any(sample.dropped for step in straight.samples for micro in step for sample in micro)
     assert dropped == draws(case.family)
@@ -173,14 +173,14 @@ def test_kills_before_the_first_checkpoint_leave_one_loss_before_training(
         if phase is Phase.PREVIEW:
             raise KilledError
 
-    deaths = (ToldStatus(tmp_path, in_preview), dying_after(tmp_path, 2), dying_after(tmp_path, 6))
+    deaths = (ToldStatus(tmp_path, in_preview), dying_after(tmp_path, 2), dying_after(tmp_path, 5))
     for status in deaths:
         with pytest.raises(KilledError):
             workshop.job(case, tmp_path, status=status).train()
         assert numbers(tmp_path / "run")[0]["step"] == 0
     job = workshop.job(case, tmp_path)
     job.train()
-    assert "resumed from step-000005" in job.said
+    assert "resumed from step-000003" in job.said
     straight = finished(case)
     assert numbers(job.folder) == numbers(straight.folder)
     assert [line for line in job.said if line.startswith("held-out")] == [
@@ -188,16 +188,16 @@ def test_kills_before_the_first_checkpoint_leave_one_loss_before_training(
     ]
     events = EventAccumulator(str(job.folder / "tensorboard"))
     events.Reload()
-    assert [event.step for event in events.Scalars("validation/loss")] == [0, 3, 6, 9, 10]
+    assert [event.step for event in events.Scalars("validation/loss")] == [*PREVIEWED]
 
 
 @pytest.mark.parametrize("case", fewer(LORA_CASES), ids=str)
 def test_prompts_that_changed_before_a_resume_have_no_before(
     case: Case, workshop: Workshop, tmp_path: Path
 ) -> None:
-    quick = ("train.max_train_steps=6", "validation.every_steps=100", "validation.held_out=0")
+    quick = ("train.max_train_steps=4", "validation.every_steps=100", "validation.held_out=0")
     with pytest.raises(KilledError):
-        workshop.job(case, tmp_path, *quick, status=dying_after(tmp_path, 6)).train()
+        workshop.job(case, tmp_path, *quick, status=dying_after(tmp_path, 4)).train()
     (tmp_path / "run" / "before_after.png").write_bytes(b"of an earlier end")
     job = workshop.job(case, tmp_path, *quick, "validation.prompts=[an apple, a blue car]")
     job.train()
@@ -216,7 +216,7 @@ def test_a_folder_is_held_out_and_may_change_between_stop_and_resume(
 ) -> None:
     for name, chosen in {"train": range(4), "first": range(4, 5), "second": range(5, 7)}.items():
         small_samples(tmp_path / name, chosen)
-    off = ("validation.prompts=[]", "validation.held_out=0")
+    off = ("validation.prompts=[]", "validation.held_out=0", "validation.every_steps=2")
     quiet = (*off, *held_out_options(case.family, tmp_path / "first"))
     straight = workshop.job(case, tmp_path / "a", *quiet, samples=tmp_path / "train")
     straight.train()
@@ -224,14 +224,14 @@ def test_a_folder_is_held_out_and_may_change_between_stop_and_resume(
     assert any(line.startswith(f"held-out loss {first:.3g} -> {last:.3g} (") for line in straight.said)
     with pytest.raises(KilledError):
         workshop.job(
-            case, tmp_path / "b", *quiet, samples=tmp_path / "train", status=dying_after(tmp_path / "b", 7)
+            case, tmp_path / "b", *quiet, samples=tmp_path / "train", status=dying_after(tmp_path / "b", 5)
         ).train()
     changed = (*off, *held_out_options(case.family, tmp_path / "second"))
     job = workshop.job(case, tmp_path / "b", *changed, samples=tmp_path / "train")
     job.train()
-    assert "resumed from step-000005" in job.said
-    assert any("does not compare with that of step 3 and before" in line for line in job.said)
-    assert any(line.startswith("held-out loss") and " since step 6" in line for line in job.said)
+    assert "resumed from step-000003" in job.said
+    assert any("does not compare with that of step 2 and before" in line for line in job.said)
+    assert any(line.startswith("held-out loss") and " since step 4" in line for line in job.said)
     assert not different(files(job.folder, "lora/*"), files(straight.folder, "lora/*"))
 
 
@@ -263,16 +263,16 @@ def test_a_stop_in_the_validation_before_the_first_step_leaves_nothing(
 def test_a_stop_at_a_step_that_previews_and_validates_loses_neither(
     moment: str, case: Case, workshop: Workshop, finished: Callable[[Case], Finished], tmp_path: Path
 ) -> None:
-    """Step 6 draws previews, validates and logs; the stop comes in between."""
+    """Step 4 draws previews, validates and logs; the stop comes in between."""
     begins = {
         "preview": lambda phase, step, item_done: phase is Phase.PREVIEW,
-        "validation": lambda phase, step, item_done: item_done and step == 6,
-        "micro-batch": lambda phase, step, item_done: phase is Phase.TRAIN and not item_done and step == 6,
+        "validation": lambda phase, step, item_done: item_done and step == 4,
+        "micro-batch": lambda phase, step, item_done: phase is Phase.TRAIN and not item_done and step == 4,
     }
     reached: list[int] = []
 
     def on_beat(phase: Phase, step: int | None, item_done: bool) -> None:
-        if phase is Phase.TRAIN and item_done and step == 6:
+        if phase is Phase.TRAIN and item_done and step == 4:
             reached.append(step)
         if reached and begins[moment](phase, step, item_done):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -282,10 +282,10 @@ def test_a_stop_at_a_step_that_previews_and_validates_loses_neither(
     with pytest.raises(StoppedError) as caught:
         job.train()
     assert caught.value.exit_code is ExitCode.STOPPED
-    assert steps_saved(job.folder) == ["step-000005", "step-000006"]
+    assert steps_saved(job.folder) == ["step-000003", "step-000004"]
     again = workshop.job(case, tmp_path)
     again.train()
-    assert "resumed from step-000006" in again.said
+    assert "resumed from step-000004" in again.said
     straight = finished(case)
     assert numbers(job.folder) == numbers(straight.folder)
     assert not different(products(job.folder), products(straight.folder))
@@ -295,8 +295,9 @@ def test_a_stop_at_a_step_that_previews_and_validates_loses_neither(
 def test_previews_and_validation_change_nothing_and_bytes_repeat(
     case: Case, workshop: Workshop, tmp_path: Path
 ) -> None:
-    short = "train.max_train_steps=4"
-    looking = workshop.job(case, tmp_path / "a", "validation.held_out=0", short)
+    short = "train.max_train_steps=3"
+    looks = ("validation.held_out=0", "validation.every_steps=2")
+    looking = workshop.job(case, tmp_path / "a", *looks, short)
     looking.train()
     blind = workshop.job(case, tmp_path / "b", *QUIET, short)
     blind.train()
@@ -305,7 +306,7 @@ def test_previews_and_validation_change_nothing_and_bytes_repeat(
     made = files(looking.folder, "lora/*", "model/**/*")
     assert made
     assert not different(made, files(blind.folder, "lora/*", "model/**/*"))
-    assert numbers(looking.folder)[-1]["step"] == numbers(blind.folder)[-1]["step"] == 4
+    assert numbers(looking.folder)[-1]["step"] == numbers(blind.folder)[-1]["step"] == 3
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -313,7 +314,7 @@ def test_a_batch_of_four_equals_four_batches_of_one(
     case: Case, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step learns from the same samples of unequal shapes; sums in another order differ by rounding."""
-    common = (*QUIET, "train.max_train_steps=5", "train.log_every_steps=1", "train.learning_rate=1e-4")
+    common = (*QUIET, "train.max_train_steps=3", "train.log_every_steps=1", "train.learning_rate=1e-4")
     taken = record_samples(monkeypatch)
     seen, losses, weights = [], [], []
     for batch_size, accumulation in ((4, 1), (1, 4)):
@@ -326,9 +327,9 @@ def test_a_batch_of_four_equals_four_batches_of_one(
         seen.append([{sample for micro in step for sample in micro} for step in taken])
         taken.clear()
         losses.append([row["loss"] for row in numbers(job.folder)])
-        folder = job.folder / "checkpoints" / "step-000005"
+        folder = job.folder / "checkpoints" / "step-000003"
         weights.append(load_file(next(folder.glob("weights-*"))))
-    assert len(seen[0]) == 5
+    assert len(seen[0]) == 3
     assert seen[0] == seen[1]
     # seven pictures, none of them twice in a step
     assert all(len({sample.record for sample in step}) == 4 for step in seen[0]) or not draws(case.family)
@@ -341,7 +342,7 @@ def test_a_batch_of_four_equals_four_batches_of_one(
 def test_a_quantised_base_trains_and_its_lora_is_proved(
     weights: str, case: Case, workshop: Workshop, tmp_path: Path
 ) -> None:
-    job = workshop.job(case, tmp_path, *QUIET, f"features.weights={weights}", "train.max_train_steps=4")
+    job = workshop.job(case, tmp_path, *QUIET, f"features.weights={weights}", "train.max_train_steps=2")
     assert job.context.plan.weights == weights
     job.train()
     text = "\n".join(job.said)

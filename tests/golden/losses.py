@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 
-from tests.contract.runs import CASES, Case, Workshop, keep_edits_small, numbers, small_samples
+from tests.contract.runs import CASES, STEPS, Case, Workshop, keep_edits_small, numbers, small_samples
 
 LOSSES = Path(__file__).parent / "losses"
 TOLERANCE = 1e-5
 """Relative difference of losses that are the same: kernels of another CPU round differently."""
-_PLAIN = ("validation.prompts=[]", "validation.held_out=0", "train.log_every_steps=1")
+_PLAIN = (
+    "validation.prompts=[]",
+    "validation.held_out=0",
+    "train.log_every_steps=1",
+    f"train.max_train_steps={STEPS}",
+)
 
 
 def losses_of(case: Case, workshop: Workshop, folder: Path) -> list[float]:
