@@ -69,13 +69,18 @@ class Workers:
             ends = self._ends[:size]
             for rank, end in enumerate(ends):
                 end.send((function, rank, size, place or Path(folder) / "meet", given))
-            answers = []
-            for rank, end in enumerate(ends):
-                assert end.poll(_SECONDS), f"rank {rank} does not answer"
-                answers.append(end.recv())
+            answers = [end.recv() if end.poll(_SECONDS) else (False, "does not answer") for end in ends]
         failed = [f"rank {rank}: {text}" for rank, (fine, text) in enumerate(answers) if not fine]
+        if failed:
+            self._forget()
         assert not failed, "\n".join(failed)
         return [answer for _, answer in answers]
+
+    def _forget(self) -> None:
+        """Kill them: after an error some may still wait for the others."""
+        for process in self._processes:
+            process.kill()
+        self._ends, self._processes = [], []
 
     def end(self) -> None:
         """End the workers."""
