@@ -43,7 +43,7 @@ from trainer import families
 from trainer.engine.training import feed, loop
 from trainer.families.values import Batch, Draw
 
-STEPS, RATE, DECAY, MOST_NORM, ACCUMULATION = 4, 2e-3, 0.1, 0.5, 3
+STEPS, RATE, DECAY, MOST_NORM, ACCUMULATION = 4, 2e-3, 0.1, 0.01, 3
 BETAS = (0.9, 0.99)
 OPTIONS = (
     "validation.prompts=[]",
@@ -147,7 +147,8 @@ def test_a_language_model_learns_what_it_does_by_transformers_trainer(
     trainer.batches = list(conversations_of(job, taken))
     trainer.train()
     for ours, theirs in zip(numbers(job.folder), logged(trainer), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
+        assert ours == within(theirs)
+        assert theirs["grad_norm"] > MOST_NORM
     require_near(saved(job, case), learned(model), rate=RATE)
 
 
@@ -293,6 +294,7 @@ def test_a_model_learns_what_it_does_in_the_loop_of_the_diffusers_examples(
     theirs = steps_of_the_examples(job, plain.model, taken)
     for ours, wanted in zip(numbers(job.folder), theirs, strict=True):
         assert ours == within(wanted)
+        assert wanted["grad_norm"] > MOST_NORM
     component = job.context.family.trained_component
     if case.method == "lora":
         state = get_peft_model_state_dict(plain.model)
