@@ -34,7 +34,9 @@ class _Call(socketserver.StreamRequestHandler):
         """Read how many words there are, and them; answer with the exit code and what is printed."""
         asked: list[bytes] = [b""]
         while not asked[0] or len(asked) < int(asked[0]) + 4:
-            asked = (b"\0".join(asked) + self.request.recv(65536)).split(b"\0")
+            if not (more := self.request.recv(65536)):
+                return  # the program was killed
+            asked = (b"\0".join(asked) + more).split(b"\0")
         _, state, fault, *words = (one.decode() for one in asked[:-1])
         printed, code = io.StringIO(), 0
         try:
