@@ -62,9 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     found.setdefault((variant, way, count), []).append(sample)
                     what = f"{variant}, {way} of {count}"
                     print(f"round {number}, {what}: {_short(sample)}", file=sys.stderr, flush=True)
-            rows = _rows(options.family, options.method, found)
-            if options.record:  # a round is kept where the next one is cut off
-                write_record(options, rows)
+                    rows = _rows(options.family, options.method, found)
+                    if options.record:  # what was measured is kept where the next run is cut off
+                        write_record(options, rows)
     for row in rows:
         print(json.dumps(dict(zip(COLUMNS, row, strict=True))))
     return int(any(sample.get("problem") for samples in found.values() for sample in samples))
