@@ -210,12 +210,14 @@ def travel_counted(situation: Situation) -> str:
         return ""
     if situation.hosts.several:
         return "no time is counted for what travels: the way between hosts is not known"
-    link, guess = situation.facts.link, f"{roofline.PEER_COPY_BYTES / 1e9:.0f} GB/s"
+    link, gathered = situation.facts.link, roofline.GATHERED_BYTES
     exchanged, copied = roofline.exchange_bytes(link), link.gib_per_second * GIB if link is not None else 0.0
-    if not exchanged and not copied:
-        return f"what travels is guessed at {guess}, as over two H200's NVLink: no rate was measured here"
-    rate, by = (exchanged, "exchange") if exchanged else (copied, "copies")
-    return f"what travels is counted at {rate / 1e9:.0f} GB/s, of the probe's {by}"
+    if exchanged:
+        return f"what travels is counted at {exchanged / 1e9:.0f} GB/s, of the probe's exchange"
+    if 0.0 < copied < gathered:
+        return f"what travels is counted at {copied / 1e9:.0f} GB/s, of the probe's copies"
+    why = "of copies alone a rate was measured here" if copied else "no rate was measured here"
+    return f"what travels is guessed at {gathered / 1e9:.0f} GB/s, as over two H200's NVLink: {why}"
 
 
 def _use(spread: Spread, *, short: bool) -> str:

@@ -86,11 +86,14 @@ _FORWARD_POINTWISE = 0.35
 """Share of the pointwise work that is forward."""
 _HOST_COPY_BYTES = 20e9
 """Copies from pinned host memory, in bytes a second: assumed for PCIe 4.0 with 16 lanes, not measured."""
-PEER_COPY_BYTES = 370e9
+_PEER_COPY_BYTES = 370e9
 """Copies from another GPU's memory over NVLink, in bytes a second, measured on two H200."""
-_SHOWN_OF_GATHERING = 1.17
+GATHERED_BYTES = 270e9
+"""Rate at which NCCL gathers and sums over NVLink, in bytes a second: two H200, 2 GiB at once."""
+_SHOWN_OF_GATHERING = 0.9
 """Time that gathering weights in rows and summing their gradients adds to a micro-batch, as a share of what
-the bytes take at the probe's rate: a full fine-tune in bf16 on two H200 (docs/benchmarks.md).
+the bytes take at the probe's rate: fitted to full fine-tunes of two models in bf16, one of them on two and
+both on four H200, whose steps it gives within 8 % (docs/several-gpus.md).
 """
 _SLOWED_BY_COPIES = 0.27
 """Share of the time of such copies by which the work beside them takes longer, measured there too: 0.25 and
@@ -288,7 +291,7 @@ def _peer_ms(storage: Storage, geometry: Geometry, speed: Speed, computing_ms: f
     its own where it takes longer than the work.
     """
     read = sum(read_bytes(storage, geometry)) * (storage.group - 1) / storage.group
-    copies = read / (speed.peer_bytes or PEER_COPY_BYTES) * 1e3
+    copies = read / (speed.peer_bytes or _PEER_COPY_BYTES) * 1e3
     # the work beside them is that of as many blocks
     beside = computing_ms * storage.sharded / max(1, geometry.blocks)
     return _SLOWED_BY_COPIES * copies + max(0.0, copies - beside)
@@ -298,7 +301,7 @@ def _rows_ms(storage: Storage, geometry: Geometry, speed: Speed) -> float:
     """Time that gathering weights and sums of gradients adds to a micro-batch; 0 where no way is known."""
     if not speed.way_known:
         return 0.0
-    rate = speed.exchange_bytes or speed.peer_bytes or PEER_COPY_BYTES
+    rate = speed.exchange_bytes or min(speed.peer_bytes or GATHERED_BYTES, GATHERED_BYTES)
     return _SHOWN_OF_GATHERING * trained_time.travelling_bytes(storage, geometry) / rate * 1e3
 
 
