@@ -16,14 +16,20 @@ from typing import IO, Any
 
 import pytest
 
+from bench import matrix, ours
 from bench.processes import Ended
 from tests.e2e.nursery import ALL_RANKS, Forked, Nursery
+
+TOKENS = 32
 
 
 @pytest.fixture
 def given(tiny_flux1_dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Arguments, where the data set is of few small pictures."""
     monkeypatch.setenv("TRAINER_PROFILE", "cpu")
     monkeypatch.setenv("TRAINER_CACHE_DIR", str(tmp_path / "cache"))
+    sets = ours.write_data_set("flux1_dev", tmp_path / "data", resolution=64, tokens=TOKENS)
+    monkeypatch.setattr(matrix, "SET", Path(sets["img_dir"]).parent)
     record = ["--record", str(tmp_path / "record.json"), "--month", "2026-11"]
     return ["flux1_dev", "--base", str(tiny_flux1_dev), "--work", str(tmp_path), *record]
 
