@@ -107,8 +107,8 @@ class Nursery:
         stdout: Path | None = None,
         with_errors: bool = False,
     ) -> Forked:
-        """Run the words that would follow `python`; what it prints goes to the file `stdout`, if any, and its
-        errors too if asked.
+        """Run the words that would follow `python`; what it prints goes to the end of the file `stdout`, if
+        any, and its errors too if asked.
         """
         read, write = os.pipe()
         ended, tell = os.pipe()
@@ -212,7 +212,7 @@ def _serve(requests: socket.socket) -> None:
         if not pid:
             os.dup2(stderr, 2)
             if asked["stdout"] is not None:
-                os.dup2(os.open(asked["stdout"], os.O_WRONLY), 1)
+                os.dup2(os.open(asked["stdout"], os.O_WRONLY | os.O_APPEND), 1)
             if asked["with_errors"]:
                 os.dup2(1, 2)
             _become(asked["words"], asked["environ"], kept=())

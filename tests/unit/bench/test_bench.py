@@ -364,13 +364,13 @@ def test_the_command_writes_the_same_files_again(tmp_path: Path) -> None:
 def test_ours_beside_diffusers_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINER_PROFILE", "cpu")
     monkeypatch.setenv("TRAINER_METRICS_PORT", "0")
-    command = "train flux1_dev --base assets/tiny-flux --variants ours,diffusers --resolution 64"
+    command = "train flux1_dev --base assets/tiny-flux --variants ours-eager,diffusers --resolution 64"
     command += f" --tokens 16 --steps 2 --warmup 1 --rounds 1 --record {tmp_path / 'a.json'}"
     arguments = [sys.executable, "-m", "bench", *command.split()]
     done = subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = {one["variant"]: one for one in map(json.loads, done.stdout.splitlines())}
     assert all(not one["problem"] and one["steps"] == 2 for one in rows.values()), done.stderr
-    assert "checkpointing" in rows["ours"]["settings"] and rows["ours"]["host_gib"] > 0.1
+    assert "checkpointing" in rows["ours-eager"]["settings"] and rows["ours-eager"]["host_gib"] > 0.1
     read: Callable[[Path], Mapping[str, Any]] = record.read_records
-    assert [one.variant for one in read(tmp_path)["a"].rows] == ["ours", "diffusers"]
+    assert [one.variant for one in read(tmp_path)["a"].rows] == ["ours-eager", "diffusers"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import converge, converge_full, jobs, page, plots, texts
+from bench import converge, converge_full, jobs, ours, page, plots, texts
 from bench import converge_record as records
 from bench.processes import Ended
 from bench.record import from_json, to_json
@@ -249,6 +251,18 @@ def call_here(
     return Ended(code=0, host_gib=0.0, said="", answer=json.loads(json.dumps(answer)))
 
 
+@pytest.mark.parametrize("family", ["flux1_dev", "qwen_image_edit", "llama"])
+def test_a_configuration_trains_on_what_lies_in_the_repository(family: str, tmp_path: Path) -> None:
+    config = converge_full.REPOSITORY / "train_configs" / f"{family}_full.yaml"
+    options = argparse.Namespace(config=config, steps=None, base=None, blocks=None, overrides=())
+    chosen = converge_full.subject(options, tmp_path)
+    assert "on tests/data/real_shaped." in chosen.text and chosen.steps == converge_full.STEPS["pictures"]
+    given = Layers((config,), (*chosen.overrides, f"data.cache_dir={tmp_path}")).load().config
+    (one,) = given.data.sets
+    folders = [path for path in (one.img_dir, one.control_dir, one.chat_file) if path is not None]
+    assert folders and all(Path(path).exists() and "real_shaped" in str(path) for path in folders)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "flux1_dev"])
 def test_the_whole_command_with_emulated_fp8(
@@ -263,13 +277,16 @@ def test_the_whole_command_with_emulated_fp8(
     monkeypatch.setattr(converge_full, "planned", plan_for)
     monkeypatch.setattr(jobs, "train", train_here)
     monkeypatch.setattr(jobs, "call", call_here)
+    monkeypatch.setattr(texts, "write_texts", functools.partial(texts.write_texts, held_out=2))
     quiet_libraries()
-    record, steps = tmp_path / "record.json", 12
-    small = ["--size", "tiny", "--text-bytes", "60000"]
+    record, steps = tmp_path / "record.json", 6
+    small = ["--size", "tiny", "--text-bytes", "30000", "--set", "train.train_batch_size=1"]
     if family != "llama":
         config = converge_full.REPOSITORY / "train_configs" / f"{family}_full.yaml"
         small = [str(config), "--base", str(tiny_base(family)), "--blocks", "1,1"]
-        small += ["--set", "data.resolution=64", "--set", "validation.held_out=2"]
+        sets = ours.write_data_set(family, tmp_path / "pictures", resolution=64, tokens=16)
+        small += ["--set", f"data.sets=[{json.dumps(sets)}]", "--set", "data.max_sequence_length=32"]
+        small += ["--set", "data.resolution=64", "--set", "validation.held_out=1"]
     given = ["--method", "full", *small, "--steps", str(steps), "--work", str(tmp_path)]
     code = converge.main([*given, "--record", str(record), "--month", "2026-11"])
     printed = capsys.readouterr()
@@ -288,7 +305,7 @@ def test_the_whole_command_with_emulated_fp8(
         assert row["within_1_percent"] and row["band"] > 0.0
         assert all(0.9 < found["lowest"] < 1.0 for found in row["gradients"].values())
         assert 0.99 < row["alone"]["lowest"] < 1.0 and row["alone"]["tensors"] >= 14
-        assert f"{row['setting']}: the last 12 steps' loss is" in printed.err
+        assert f"{row['setting']}: the last 6 steps' loss is" in printed.err
     assert code == (0 if all(map(records.holds, fp8_rows)) else 1)
     table = from_json(record.read_text(), "record")
     assert isinstance(table, Table) and table.curves is not None

@@ -1,8 +1,11 @@
-"""bench queue: four real jobs on a CPU, and what is seen of jobs from outside."""
+"""bench queue: four jobs of a real queue on a CPU, of which one trains, and what is seen from outside."""
 
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +13,33 @@ from typing import Any
 import pytest
 
 from bench import queue
+from tests.e2e.nursery import Nursery
 from tests.unit.bench.test_stops import TINY, rows_of
 from trainer.queue.launcher import CPU
 from trainer.telemetry.sinks.records import METRICS_LOG
 
 
+def few_runs(nursery: Nursery) -> SimpleNamespace:
+    """The module `subprocess` for the command: forks add jobs, and the first one alone trains."""
+
+    def run(words: Sequence[str], *, env: Mapping[str, str], **_: Any) -> None:
+        assert words[0] == sys.executable
+        nursery.run(words[1:], env).check_returncode()
+
+    def popen(words: Sequence[str], **rest: Any) -> subprocess.Popen[bytes]:
+        assert words[:3] == [sys.executable, "-m", "trainer"]
+        script = Path(__file__).with_name("few_runs.py")
+        return subprocess.Popen([sys.executable, str(script), *words[3:]], **rest)
+
+    return SimpleNamespace(**{**vars(subprocess), "run": run, "Popen": popen})
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_four_jobs_take_turns(given: list[str], tmp_path: Path) -> None:
+def test_four_jobs_take_turns(
+    given: list[str], tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "subprocess", few_runs(nursery))
     assert queue.main([*given, "--steps", "2", *TINY]) == 0
     rows = rows_of(tmp_path / "record.json")
     assert [(row["job"], row["exit code"], row["proved"], row["steps"]) for row in rows] == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from bench import reading
+from bench import processes, reading
+from bench.processes import Ended
 from bench.record import from_json
 from trainer.errors import HardwareError
 
@@ -56,9 +58,15 @@ def test_a_base_that_was_not_read_from_the_files_is_an_error(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_one_process_beside_two_that_share_the_reading(
-    tiny_flux1_dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_flux1_dev: Path,
+    tmp_path: Path,
+    run_forked: Callable[..., Ended],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("TRAINER_PROFILE", "cpu")
+    monkeypatch.setattr(processes, "run", run_forked)
+    monkeypatch.setattr(reading, "_POOL_VALUES", 2**18)
     record = tmp_path / "record.json"
     given = ["flux1_dev", "--base", str(tiny_flux1_dev), "--folder", str(tmp_path), "--rounds", "1"]
     assert reading.main([*given, "--record", str(record), "--month", "2026-11"]) == 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bench import stops
 from bench.record import from_json
+from tests.e2e.launching import accelerate, torchrun
 from trainer.errors import ExitCode
 
 TINY = ("--set", "data.resolution=64", "--set", "data.max_sequence_length=32")
@@ -20,21 +22,18 @@ def rows_of(path: Path) -> list[dict[str, str]]:
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
+@pytest.fixture
+def forked(forking: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stops, "subprocess", forking)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("forked")
 def test_runs_of_two_processes_are_stopped_killed_and_launched(given: list[str], tmp_path: Path) -> None:
-    starts = ("one", "torchrun", "accelerate launch")
-    words = [
-        "--steps",
-        "24",
-        "--short",
-        "3",
-        "--starts",
-        ",".join(starts),
-        "--parts",
-        "stopped,killed,launched",
-    ]
-    assert stops.main([*given, *words, *TINY]) == 0
+    starts = ("one", "torchrun")
+    words = ["--steps", "24", "--short", "2", "--starts", ",".join(starts)]
+    assert stops.main([*given, *words, "--parts", "stopped,killed,launched", *TINY]) == 0
     rows = rows_of(tmp_path / "record.json")
     assert [row["what"] for row in rows] == [
         *("SIGTERM at step 12", "SIGTERM at step 18", "gone on with to the end"),
@@ -52,6 +51,7 @@ def test_runs_of_two_processes_are_stopped_killed_and_launched(given: list[str],
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("forked")
 def test_a_full_fine_tune_in_rows_is_stopped_and_ended_by_all(given: list[str], tmp_path: Path) -> None:
     assert stops.main([*given, "--method", "full", "--steps", "6", *TINY]) == 0
     rows = rows_of(tmp_path / "record.json")
@@ -76,11 +76,16 @@ class Fake(stops.Runs):
 
     def __init__(self, **ended: Any) -> None:
         self.ended = {"code": 0, "seconds": 0.0, "said": "", "left": 0} | ended
+        self.started: dict[str, stops.Start] = {}
 
-    def fresh(self, name: str) -> None:
+    def folder(self, name: str) -> Path:
+        return Path(name)
+
+    def fresh(self, name: str, host: int = 0) -> None:
         pass
 
-    def run(self, *_: Any, **__: Any) -> stops.Ended:
+    def run(self, name: str, start: stops.Start, **_: Any) -> stops.Ended:
+        self.started[name] = start
         return stops.Ended(**self.ended)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
@@ -92,6 +97,28 @@ def test_a_killed_run_goes_on_by_the_number_that_is_asked_for(given: list[str]) 
     for words, numbers in (([], [4, 4]), (["--resumed-by", "2"], [4, 2])):
         options = stops.parser().parse_args([*given, "--gpus", "4", *words])
         assert [row["GPUs"] for row in stops.killed(Fake(said=said), options)] == numbers
+
+
+@pytest.mark.parametrize(("gpus", "more"), [("2", ["--multi_gpu"]), ("1", [])])
+def test_launchers_start_as_many_as_are_asked_for(
+    gpus: str, more: list[str], given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the words whose runs give the bits of one process (tests/e2e/test_launchers.py)."""
+    monkeypatch.setattr(stops, "_losses_differ", lambda *_: 0.25)
+    monkeypatch.setattr(stops, "_adapters_differ", lambda *_: 0.5)
+    options = stops.parser().parse_args([*given, "--gpus", gpus])
+    runs = Fake(said="Proved: 22 layers")
+    rows = list(stops.launched(runs, options))
+    assert [row["what"] for row in rows] == list(runs.started) == list(stops.STARTS)
+    assert {row["as it must"] for row in rows} == {"yes"}
+    assert [row.get("losses differ by") for row in rows] == [None, *["2.5e-01"] * 4]
+    assert [row.get("LoRA differs by") for row in rows] == [None, *["5.0e-01"] * 4]
+    assert [one.gpus for one in runs.started.values()] == [1, 1, *[int(gpus)] * 3]
+    assert [one.launched for one in runs.started.values()] == [False] * 3 + [True] * 2
+    words = ["-m", "trainer"]
+    assert runs.started["torchrun"].launcher(words) == torchrun(int(gpus))(words)
+    expected = accelerate(int(gpus), "--main_process_port=0", *more)(words)
+    assert runs.started["accelerate launch"].launcher(words) == expected
 
 
 @pytest.mark.parametrize(
