@@ -156,13 +156,15 @@ FLUX = FULL_CASES[0]
 SEPARATE = without(FULL_CASES, ALIKE, COUSINS)
 
 
-# five runs of up to four processes each: that of pictures takes half a minute
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SEPARATE, ids=str)
 def test_rows_over_any_number_of_ranks_learn_what_one_process_learns(
     case: Case, runs: Runs, tmp_path: Path
 ) -> None:
-    """With two prompts and one held-out sample some of four ranks have none to draw or measure."""
+    """With two prompts and one held-out sample some of four ranks have none to draw or measure.
+
+    That rows go on with as whole weights asks about no model: of one family a kind it is tried.
+    """
     most = MOST.get(case.family, 1e-6)
     one, two, four = (runs(case, count) for count in (1, 2, 4))
     require_equal(two, one, most)
@@ -172,7 +174,7 @@ def test_rows_over_any_number_of_ranks_learn_what_one_process_learns(
     assert not different(files(four.folder, drawn), files(one.folder, drawn))
     names = [set(files(run.folder, "**/*")) for run in (one, two, four)]
     assert names[1] == names[2] == names[0]
-    for count in (2, 1):
+    for count in (2, 1) if case in (FLUX, LLAMA) else (2,):
         interrupted(four, tmp_path / f"rest by {count}" / "run")
         rest = runs(case, count, folder=f"rest by {count}")
         assert "resumed from step-000003" in rest.said

@@ -5,7 +5,9 @@ sizes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.contract import runs
-from tests.contract.real_shaped import CHECKPOINT_STEP, STEPS, settings, short_chats
+from tests.contract.real_shaped import CHECKPOINT_STEP, STEPS, few, settings
 from tests.contract.runs import (
     ALIKE,
     LORA_CASES,
@@ -52,6 +54,14 @@ STORAGES: dict[str, tuple[str, ...]] = {
 
 pytestmark = pytest.mark.usefixtures("small_kontexts")
 
+Spread = Callable[[str], str]
+"""Gives the `--set` value of a family's samples."""
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory: pytest.TempPathFactory) -> Spread:
+    return functools.cache(lambda family: few(family, tmp_path_factory.mktemp("few") / family))
+
 
 @pytest.fixture(scope="module")
 def scans() -> dict[tuple[str, str], Samples]:
@@ -60,7 +70,7 @@ def scans() -> dict[tuple[str, str], Samples]:
 
 @pytest.fixture(autouse=True)
 def scanned_once(scans: dict[tuple[str, str], Samples], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixty large pictures are decoded once a family, not once a run."""
+    """Large pictures are decoded once a family, not once a run."""
     scan = scan_samples
 
     def once(family: Family, config: RunConfig) -> Samples:
@@ -80,7 +90,7 @@ def scanned_once(scans: dict[tuple[str, str], Samples], monkeypatch: pytest.Monk
     ],
 )
 def test_four_at_once_learn_what_four_after_another_learn(
-    case: Case, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: Case, spread: Spread, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = record_samples(monkeypatch)
     seen: list[list[Step]] = []
@@ -92,7 +102,7 @@ def test_four_at_once_learn_what_four_after_another_learn(
             "train.learning_rate=1e-4",
         )
         folder = tmp_path / f"{batch_size}x{accumulation}"
-        job = workshop.job(case, folder, *settings(case.family), *shape)
+        job = workshop.job(case, folder, *settings(case.family), spread(case.family), *shape)
         job.train()
         seen.append(list(taken))
         taken.clear()
@@ -122,15 +132,19 @@ def count_fp8_layers(context: Context, model: torch.nn.Module) -> str:
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("family", TINY_MODELS)
 def test_a_resumed_run_is_the_run_without(
-    family: str, storage: str, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    storage: str,
+    spread: Spread,
+    workshop: Workshop,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(build, "prove_fp8", count_fp8_layers)
     case = Case(family=family, method="full" if storage == "full" else "lora")
-    chats = short_chats(tmp_path)
 
     def job(name: str) -> Job:
         shape = ("train.train_batch_size=2", "train.gradient_accumulation_steps=1", "validation.held_out=1")
-        chosen = (*settings(family, chats), *shape, *STORAGES[storage])
+        chosen = (*settings(family), spread(family), *shape, *STORAGES[storage])
         made = workshop.job(case, tmp_path / name, *chosen)
         if storage != "fp8":
             return made

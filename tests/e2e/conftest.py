@@ -152,7 +152,7 @@ def starting(
     workshop: Workshop, nursery: Callable[[], Nursery] | None = None, *, all_ranks: bool = False
 ) -> Iterator[Start]:
     """Starts runs, with more `variables` in their environment, those without a launcher from a nursery if
-    there is one, with `all_ranks` of them; whatever is left of them at the end is killed.
+    there is one, with `all_ranks` of them, and launchers too; whatever is left at the end is killed.
     """
     started: list[Process] = []
 
@@ -172,7 +172,7 @@ def starting(
         command = _command(arguments, knobs, launcher)
         environ = environment(folder, port, cache) | dict(variables or {})
         popen: subprocess.Popen[str] | Forked
-        if nursery is not None and launcher is None:
+        if nursery is not None and (launcher is None or all_ranks):
             is_plain = case in PLAIN_CASES and all(one.startswith(PLAIN_KEYS) for one in overrides)
             forks_all = all_ranks or is_plain
             popen = nursery().start(command[1:], environ | ({ALL_RANKS: "1"} if forks_all else {}))
@@ -234,7 +234,7 @@ def fork(yard: Workshop, nursery: Callable[..., Nursery], request: pytest.Fixtur
 def fork_ranks(
     yard: Workshop, nursery: Callable[..., Nursery], request: pytest.FixtureRequest
 ) -> Iterator[Start]:
-    """Fork runs with all their ranks, for tests of what neither a start nor the order of hashes decides.
+    """Fork runs and launchers with all ranks, for what neither a start nor the order of hashes decides.
 
     Two starts in turn come from different nurseries: ranks of two hosts have other orders of hashes.
     """

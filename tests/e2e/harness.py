@@ -62,6 +62,20 @@ def slow_save() -> None:
     _slow_tensors(checkpoint, "write_files")
 
 
+def slow_second_save() -> None:
+    """A checkpoint that takes long between its tensors, where one was written before it."""
+    from trainer.engine.records import checkpoint
+
+    real = checkpoint.write_files
+
+    def first(*given: Any) -> Any:
+        checkpoint.write_files = real
+        _slow_tensors(checkpoint, "write_files")
+        return real(*given)
+
+    checkpoint.write_files = first
+
+
 def slow_export() -> None:
     """Final files that take long: those of a LoRA and those of a model."""
     from trainer.engine.results import full
@@ -276,6 +290,7 @@ def small_edits() -> None:
 
 PATCHES: dict[str, Callable[[], None]] = {
     "save": slow_save,
+    "second save": slow_second_save,
     "export": slow_export,
     "cache": slow_cache,
     "rank": slow_rank,

@@ -5,10 +5,11 @@
 Each request is the words after `python` and an environment. They are run by a child as `python -m` would run
 them: own environment, signals, descriptors, streams and exit. A supervisor that came from here forks its rank
 0 the same way, and the others where `make test` has compared the bits of such ranks, or where a test says so;
-a comparison forks its runs. Else other ranks, launchers' processes, and runs of `make test` that are about
-more than their end are started by Python itself: they prove what a start has to do, and that ranks need no
-common order of hashes. Slow tests compare such a rank with one process for each family that shares its base
-with another one, for one family a kind on a set of real shape, with other options, and on another host.
+a comparison forks its runs, and a launcher from here the trainer of each rank. Else other ranks, launchers'
+processes, and runs of `make test` that are about more than their end are started by Python itself: they prove
+what a start has to do, and that ranks need no common order of hashes. Slow tests compare such a rank with one
+process for each family that shares its base with another one, for one family a kind on a set of real shape,
+with other options, and on another host.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parents[2]
 ALL_RANKS = "TESTS_FORK_ALL_RANKS"
 """Variable of a run whose ranks are all forked, in place of the first one alone."""
+LAUNCHERS = ("torch.distributed.run", "accelerate.commands.launch")
+"""Modules that start a trainer for each rank."""
 _MOST_BYTES = 1 << 20
 _LOOK_SECONDS = 0.005
 
@@ -251,6 +254,8 @@ def _become(words: Sequence[str], environ: Mapping[str, str], kept: Sequence[int
             _fork_ranks()
         if arguments[:1] == ["compare"]:
             _fork_compared()
+        if module in LAUNCHERS:
+            _fork_launched()
         if is_code:
             exec(compile(module, "<string>", "exec"), {"__name__": "__main__"})
         else:
@@ -331,6 +336,20 @@ def _fork_compared() -> None:
     vars(child)["subprocess"] = _with_popen(start)
 
 
+def _fork_launched() -> None:
+    """Have the launcher of this process fork its trainers, each in a session of its own."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    def start(args: Sequence[str], env: Mapping[str, str], **_: Any) -> _Child:
+        words = args[1:]
+        trainer = _fork(words, env, kept=(), lead=os.setsid)
+        while os.getpgid(trainer.pid) != trainer.pid:  # the launcher may signal its group at once
+            time.sleep(_LOOK_SECONDS)
+        return trainer
+
+    vars(subprocess_handler)["Popen"] = start
+
+
 def _with_popen(start: Callable[..., Any]) -> types.SimpleNamespace:
     """The module `subprocess` with another Popen."""
     return types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
@@ -341,13 +360,19 @@ def _fork(
     environ: Mapping[str, str],
     kept: Sequence[int],
     ready: Callable[[], None] = lambda: None,
+    lead: Callable[[], Any] | None = None,
 ) -> _Child:
-    """Fork what `python *words` would be, in a group of its own; `ready` runs in it first."""
+    """Fork what `python *words` would be, in a group of its own, or as the child's `lead` makes it; `ready`
+    runs in it first.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
-    with contextlib.suppress(OSError):
-        os.setpgid(pid, pid)  # whichever of the two comes first
+    if lead is None:
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)  # whichever of the two comes first
+    elif not pid:
+        lead()
     if pid:
         return _Child(pid)
     null = os.open(os.devnull, os.O_RDONLY)

@@ -70,9 +70,10 @@ def test_two_ranks_on_each_of_two_hosts_share_a_base_and_give_the_bits_of_one(
 @pytest.mark.slow
 def test_a_full_fine_tune_lies_in_rows_over_two_hosts(fork_ranks: Start, tmp_path: Path) -> None:
     """In a folder that both see; stopped by one host, and gone on with. Refused where each has its own."""
-    straight = fork_ranks(FULL, tmp_path / "straight", SURE)
+    sure = (SURE, "validation.every_steps=1000")
+    straight = fork_ranks(FULL, tmp_path / "straight", *sure)
     ended(straight)
-    two = (TWO, SURE)
+    two = (TWO, *sure)
     late = "checkpoint.checkpointing_steps=1000"
     apart = start_hosts(fork_ranks, FULL, tmp_path / "apart", *two, apart=True)
     for process in apart:

@@ -65,7 +65,8 @@ def test_a_host_killed_at_any_moment_ends_the_others_and_the_run_goes_on(
     """Host 0 has the store and the files. Gone on with on one host, or on two."""
     slow, is_there = MOMENTS[moment]
     knobs = {} if slow is None else {0: {"patch": slow}, 1: {"patch": slow}}
-    both = start_hosts(fork_ranks, FIRST, tmp_path, knobs=knobs, cache=tmp_path / "cache")
+    cache = tmp_path / "cache" if moment == "cache" else None
+    both = start_hosts(fork_ranks, FIRST, tmp_path, knobs=knobs, cache=cache)
     both[0].wait_until(lambda: (found := both[0].status()) is not None and is_there(found))
     memory = set(Path("/dev/shm").iterdir())
     began = time.monotonic()
@@ -76,7 +77,7 @@ def test_a_host_killed_at_any_moment_ends_the_others_and_the_run_goes_on(
     assert set(Path("/dev/shm").iterdir()) <= memory
     if moment != "cache":
         count = {"train": 2, "save": 1}[moment]
-        again = start_hosts(fork_ranks, FIRST, tmp_path, count=count, cache=tmp_path / "cache")
+        again = start_hosts(fork_ranks, FIRST, tmp_path, count=count)
         for process in again:
             ended(process)
         require_equal(again[0].run_dir, uninterrupted(FIRST).run_dir)

@@ -156,7 +156,7 @@ def preview_is_due(process: Process) -> bool:
 
 MOMENTS: dict[str, tuple[str | None, Callable[[Process], bool]]] = {
     "first-save": ("save", save_has_begun),
-    "second-save": ("save", second_save_has_begun),
+    "second-save": ("second save", second_save_has_begun),
     "export": ("export", export_has_begun),
     "caching": ("cache", entries_were_cached),
     "preview": (None, preview_is_due),

@@ -68,10 +68,10 @@ def test_launchers_give_the_bits_of_one_process(
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_all_with_its_cause_and_the_run_goes_on(
-    start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
+    fork_ranks: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
     for rank in (0, 1):
-        process = start(FIRST, tmp_path / str(rank), launcher=torchrun(2), knobs={"patch": "rank"})
+        process = fork_ranks(FIRST, tmp_path / str(rank), launcher=torchrun(2), knobs={"patch": "rank"})
         children = pids(process, 2)
         process.wait_until((process.run_dir / "checkpoints" / "step-000005").is_dir)
         began = time.monotonic()
@@ -86,7 +86,7 @@ def test_a_killed_rank_ends_all_with_its_cause_and_the_run_goes_on(
         status = read_status(process.runtime)
         assert status is not None and status.exit_code == 128 + signal.SIGKILL
         assert f"rank {rank}: SIGKILL" in status.cause
-    again = start(FIRST, tmp_path / "1", launcher=torchrun(2))
+    again = fork_ranks(FIRST, tmp_path / "1", launcher=torchrun(2))
     assert "resumed from step-00000" in ended(again)
     require_equal(again.run_dir, uninterrupted(FIRST).run_dir)
 
@@ -94,9 +94,9 @@ def test_a_killed_rank_ends_all_with_its_cause_and_the_run_goes_on(
 @pytest.mark.slow
 @both_launchers
 def test_sigterm_to_the_launcher_stops_all_at_one_step(
-    launcher: Wrapped, start: Start, tmp_path: Path
+    launcher: Wrapped, fork_ranks: Start, tmp_path: Path
 ) -> None:
-    process = start(FIRST, tmp_path, LONG, launcher=launcher)
+    process = fork_ranks(FIRST, tmp_path, LONG, launcher=launcher)
     children = pids(process, 2)
     process.wait_for_phase(Phase.TRAIN, step=2)
     process.popen.send_signal(signal.SIGTERM)
@@ -109,8 +109,8 @@ def test_sigterm_to_the_launcher_stops_all_at_one_step(
 
 
 @pytest.mark.slow
-def test_a_killed_launcher_leaves_nothing_and_loses_no_step(start: Start, tmp_path: Path) -> None:
-    process = start(FIRST, tmp_path, LONG, "checkpoint.checkpointing_steps=10000", launcher=torchrun(2))
+def test_a_killed_launcher_leaves_nothing_and_loses_no_step(fork_ranks: Start, tmp_path: Path) -> None:
+    process = fork_ranks(FIRST, tmp_path, LONG, "checkpoint.checkpointing_steps=10000", launcher=torchrun(2))
     children = pids(process, 2)
     process.wait_for_phase(Phase.TRAIN, step=2)
     process.popen.kill()
@@ -121,8 +121,10 @@ def test_a_killed_launcher_leaves_nothing_and_loses_no_step(start: Start, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_supervisor_ends_the_run_as_a_stop_does(rank: int, start: Start, tmp_path: Path) -> None:
-    process = start(FIRST, tmp_path, LONG, "checkpoint.checkpointing_steps=10000", launcher=torchrun(2))
+def test_a_killed_supervisor_ends_the_run_as_a_stop_does(
+    rank: int, fork_ranks: Start, tmp_path: Path
+) -> None:
+    process = fork_ranks(FIRST, tmp_path, LONG, "checkpoint.checkpointing_steps=10000", launcher=torchrun(2))
     children = pids(process, 2)
     process.wait_for_phase(Phase.TRAIN, step=2)
     stat = Path(f"/proc/{children[rank]}/stat").read_text()
@@ -137,10 +139,10 @@ def test_a_killed_supervisor_ends_the_run_as_a_stop_does(rank: int, start: Start
 
 @pytest.mark.slow
 def test_a_second_try_of_the_launcher_goes_on(
-    start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
+    fork_ranks: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
     launcher = torchrun(2, "--max_restarts=1")
-    process = start(FIRST, tmp_path, launcher=launcher, knobs={"patch": "rank"})
+    process = fork_ranks(FIRST, tmp_path, launcher=launcher, knobs={"patch": "rank"})
     children = pids(process, 2)
     process.wait_until((process.run_dir / "checkpoints" / "step-000005").is_dir)
     os.kill(children[1], signal.SIGKILL)
@@ -151,8 +153,8 @@ def test_a_second_try_of_the_launcher_goes_on(
 
 
 @pytest.mark.slow
-def test_an_error_of_one_rank_is_told_once_and_ends_all(start: Start, tmp_path: Path) -> None:
-    process = start(FIRST, tmp_path, LONG, launcher=torchrun(2), knobs={"patch": "failing"})
+def test_an_error_of_one_rank_is_told_once_and_ends_all(fork_ranks: Start, tmp_path: Path) -> None:
+    process = fork_ranks(FIRST, tmp_path, LONG, launcher=torchrun(2), knobs={"patch": "failing"})
     children = pids(process, 2)
     code, errors = process.end()
     assert code == FAILED, errors
@@ -191,10 +193,10 @@ def test_a_number_that_the_launcher_cannot_have_meant_is_told_once(
 
 
 @pytest.mark.slow
-def test_two_launches_on_one_machine_are_refused_by_name(start: Start, tmp_path: Path) -> None:
-    first = start(FIRST, tmp_path, LONG, launcher=torchrun(2))
+def test_two_launches_on_one_machine_are_refused_by_name(fork_ranks: Start, tmp_path: Path) -> None:
+    first = fork_ranks(FIRST, tmp_path, LONG, launcher=torchrun(2))
     pids(first, 2)
-    second = start(FIRST, tmp_path, LONG, launcher=torchrun(2))
+    second = fork_ranks(FIRST, tmp_path, LONG, launcher=torchrun(2))
     code, errors = second.end()
     assert code == FAILED
     assert errors.count("is used by another run") == 1

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.contract.real_shaped import settings, short_chats
+from tests.contract.real_shaped import few, settings
 from tests.contract.runs import (
     ALIKE,
     COUSINS,
@@ -106,16 +106,23 @@ def test_two_ranks_give_the_bits_of_one(
 
 
 SHARDED = (TWO, "parallel.shard=full")
+FEW_STEPS = (
+    "train.max_train_steps=4",
+    "validation.every_steps=3",
+    "checkpoint.checkpointing_steps=2",
+)
+"""A line, a checkpoint and a round of previews before the last step, where runs are compared step by step."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", without(LORA_CASES, ALIKE, COUSINS), ids=str)
 def test_a_base_over_two_ranks_gives_the_bits_of_a_whole_one(
-    case: Case, start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
+    case: Case, start: Start, fork_ranks: Start, tmp_path: Path
 ) -> None:
-    process = start(case, tmp_path, *SHARDED)
+    straight = fork_ranks(case, tmp_path / "straight", *FEW_STEPS)
+    ended(straight)
+    process = start(case, tmp_path, *SHARDED, *FEW_STEPS)
     printed = " ".join(ended(process).split())
-    straight = uninterrupted(case)
     assert numbers(process.run_dir) == numbers(straight.run_dir)
     assert not different(products(process.run_dir), products(straight.run_dir))
     assert "blocks over 2" in printed and "blocks lie with 2 ranks in turn" in printed
@@ -124,7 +131,8 @@ def test_a_base_over_two_ranks_gives_the_bits_of_a_whole_one(
 
 def assert_shared_as_whole(start: Start, folder: Path, setting: str) -> None:
     """A run of this setting over two ranks, which share the base, has the bits of one process."""
-    runs = [start(FIRST, folder / "one", setting), start(FIRST, folder / "two", setting, *SHARDED)]
+    short = (setting, *FEW_STEPS)
+    runs = [start(FIRST, folder / "one", *short), start(FIRST, folder / "two", *short, *SHARDED)]
     for process in runs:
         ended(process)
     one, two = (process.run_dir for process in runs)
@@ -420,7 +428,8 @@ def test_a_rank_killed_at_any_moment_ends_both_and_the_run_goes_on(
 ) -> None:
     slow, is_there = MOMENTS[moment]
     knobs = None if slow is None else {"patch": slow}
-    process = start(FIRST, tmp_path, TWO, knobs=knobs, cache=tmp_path / "cache")
+    cache = tmp_path / "cache" if moment == "cache" else None
+    process = start(FIRST, tmp_path, TWO, knobs=knobs, cache=cache)
 
     def both() -> list[int] | None:
         found = [read_status(rank_folder(process.runtime, one)) for one in (0, 1)]
@@ -429,7 +438,7 @@ def test_a_rank_killed_at_any_moment_ends_both_and_the_run_goes_on(
 
     children = process.wait_for(both)
     require_gone_after_kill(process, children, rank)
-    again = start(FIRST, tmp_path, TWO, cache=tmp_path / "cache")
+    again = start(FIRST, tmp_path, TWO, cache=cache)
     ended(again)
     require_equal(again.run_dir, uninterrupted(FIRST).run_dir)
 
@@ -452,7 +461,7 @@ def test_two_ranks_give_the_bits_of_one_with_other_options(
 ) -> None:
     done = []
     for number in (1, 2):
-        process = start(FIRST, tmp_path / str(number), *options, f"parallel.gpus={number}")
+        process = start(FIRST, tmp_path / str(number), *options, *FEW_STEPS, f"parallel.gpus={number}")
         ended(process)
         done.append(process.run_dir)
     assert numbers(done[0]) == numbers(done[1])
@@ -496,15 +505,17 @@ def test_few_samples_of_two_shapes_are_shared_as_one_process_takes_them(
 def test_one_two_and_four_ranks_are_equal_on_a_set_of_real_shape(
     case: Case, start: Start, fork_ranks: Start, tmp_path: Path
 ) -> None:
-    """With EMA, an adapter's dropout, dropped captions and batches that are parted by shape.
+    """With EMA, an adapter's dropout, dropped captions and batches of two that are parted by shape.
 
     Of one family a kind the second of two ranks is a process of its own, with another order of hashes; the
     runs of the others, which come from two nurseries in turn, differ in that order alone.
     """
-    more = ("train.ema_decay=0.9", "lora.dropout=0.1", "train.gradient_accumulation_steps=4")
+    more = ("train.ema_decay=0.9", "lora.dropout=0.1")
+    more += ("train.train_batch_size=2", "train.gradient_accumulation_steps=4")
+    more += ("train.max_train_steps=2", "validation.every_steps=2", "checkpoint.checkpointing_steps=1")
     # one rank of two draws two previews, and of four one draws none
     more += ('validation.prompts=["an apple", "a red car", "a cup"]',)
-    chosen = (*settings(case.family, short_chats(tmp_path)), *more)
+    chosen = (*settings(case.family), few(case.family, tmp_path / "few"), *more)
     knobs = {"patch": "edits"} if edits(case.family) else None  # in megapixels it would take minutes
     done = []
     for number in (1, 2, 4):

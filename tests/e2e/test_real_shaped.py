@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.real_shaped import CHECKPOINT_STEP, settings, short_chats
+from tests.contract.real_shaped import CHECKPOINT_STEP, few, settings
 from tests.contract.runs import Case, different, files, numbers, products, steps_saved
 from tests.e2e.conftest import Start
 from trainer.errors import ExitCode
@@ -22,7 +22,7 @@ SHAPE = ("train.train_batch_size=4", "train.gradient_accumulation_steps=1", "tra
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_stopped_and_killed_run_is_the_run_without(case: Case, start: Start, tmp_path: Path) -> None:
-    chosen = (*settings(case.family, short_chats(tmp_path)), *SHAPE)
+    chosen = (*settings(case.family), few(case.family, tmp_path / "few"), *SHAPE)
     straight = start(case, tmp_path / "straight", *chosen)
     code, errors = straight.end()
     assert code == 0, errors

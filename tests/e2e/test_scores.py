@@ -42,6 +42,7 @@ def test_the_quickstart_is_measured_while_it_trains_and_by_the_command(
 
     clip, dinov2 = write_clip(tmp_path / "clip"), write_dinov2(tmp_path / "dinov2")
     values = {
+        "data.resolution": "64",
         "train.max_train_steps": "4",
         "train.train_batch_size": "2",
         "train.lr_warmup_steps": "1",
