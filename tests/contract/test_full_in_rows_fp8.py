@@ -21,6 +21,7 @@ from tests.contract.test_full_in_rows import (
     Trained,
     interrupted,
     job_of_rank,
+    traced_alone,
 )
 from tests.emulated_fp8 import emulated
 from tests.ranks import Workers
@@ -38,7 +39,7 @@ def train(
     """One rank of a run with the plan that GPUs with FP8 units have; gives what it said."""
     kinds = {"compute": "fp8", "weight_copies": 1, "weight_gradient": "fp8", "compile": compiles}
     job = job_of_rank(ranks, config_file, folder, cache, options, **kinds)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, traced_alone():
         patch.setattr(fp8, "_Products", emulated)
         run.train(job.context, job.samples, job.spec)
     return job.said

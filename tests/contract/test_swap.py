@@ -22,6 +22,7 @@ from tests.contract.runs import (
     numbers,
     products,
 )
+from tests.reached import reach_in_runs
 from trainer.engine.building.build import load_base
 from trainer.modeling.base import structure
 from trainer.modeling.base.base import local_folder
@@ -131,8 +132,11 @@ def test_the_plan_counts_the_blocks_that_wait(case: Case, workshop: Workshop, tm
 @pytest.mark.usefixtures("traced")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["flux1_dev", "llama"])
-def test_compiled_blocks_wait_too(family: str, workshop: Workshop, tmp_path: Path) -> None:
+def test_compiled_blocks_wait_too(
+    family: str, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To 1e-4, as joined layers sum in another order. What is around a block is not compiled."""
+    reach_in_runs(monkeypatch)
     case = Case(family=family, method="lora")
     settings = ("validation.every_steps=2", "train.max_train_steps=3", "train.log_every_steps=1")
     losses = {}

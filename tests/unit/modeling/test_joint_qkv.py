@@ -10,9 +10,10 @@ import torch
 import torch._dynamo
 
 from tests.numerics.saved import kept_bytes
+from tests.reached import reach
 from tests.unit.modeling.small_models import Case, case, difference, relative
 from tests.unit.modeling.streams import LowRank, WidePart, norm_rotary, wide_norm_rotary
-from tests.unit.modeling.test_rotary import EPS, LAYERS, ROUNDING, pair, same, tables
+from tests.unit.modeling.test_rotary import EPS, GRAPHS, LAYERS, ROUNDING, pair, same, tables
 from trainer.modeling.adapter.joined_lora import join_siblings, joined_parts, part_siblings
 from trainer.modeling.adapter.low_rank import add_low_rank
 from trainer.modeling.blocks.compiled import graphs_compiled
@@ -232,24 +233,20 @@ def test_models_compute_what_they_did(family: str, taken: list[int], monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", LAYERS)
-def test_compiled_blocks_compute_what_they_did(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Joint products need no more graphs: no graph depends on a single block's own layers."""
+def test_compiled_blocks_compute_what_they_did(family: str) -> None:
+    """One graph a kind: none depends on a single block's own layers."""
     changes = {"num_layers": 3} if family == "qwen_image" else {"num_layers": 2, "num_single_layers": 3}
-    counts = []
-    for is_wide in (True, False):
-        torch._dynamo.reset()
-        if not is_wide:
-            unwide(monkeypatch)
-        plain, one = pair(family, changes=changes)
-        fused(one)
-        for module in one.model.modules():
-            if type(module).__name__ in one.family.blocks:
-                module.compile(fullgraph=True, backend="aot_eager")
-        before = graphs_compiled()
-        for _ in range(2):
-            same(one, plain)
-        counts.append(graphs_compiled() - before)
-    assert counts[0] == counts[1]
+    plain, one = pair(family, changes=changes)
+    fused(one)
+    for each in (plain, one):
+        reach(each.model)
+    for module in one.model.modules():
+        if type(module).__name__ in one.family.blocks:
+            module.compile(fullgraph=True, backend="aot_eager")
+    before = graphs_compiled()
+    for _ in range(2):
+        same(one, plain)
+    assert graphs_compiled() - before == GRAPHS[family]
 
 
 @pytest.mark.parametrize("family", LAYERS)

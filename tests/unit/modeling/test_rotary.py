@@ -15,6 +15,7 @@ from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor
 from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
 
 from tests.numerics.saved import kept_bytes
+from tests.reached import reach
 from tests.unit.modeling.small_models import Case, adapt, case, difference, relative, with_inputs
 from tests.unit.modeling.streams import Part, norm_rotary
 from trainer.config.schema import FlowSection
@@ -43,6 +44,9 @@ FLUX2 = {
 }
 # attention layers of each small model
 LAYERS = {"flux1_dev": 1 + 2, "flux2_dev": 1 + 2, "qwen_image": 2}
+# graphs of one size, with gradients of all blocks' inputs: FLUX.1's first single block gets a part of a
+# tensor, with strides of its own
+GRAPHS = {"flux1_dev": 3, "flux2_dev": 2, "qwen_image": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -243,27 +247,20 @@ def fast(one: Case) -> Case:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", LAYERS)
 def test_compiled_blocks_are_one_graph_a_kind(family: str) -> None:
+    """The second of other sizes makes lengths symbols; a third one finds them."""
     plain, one = pair(family)
+    for each in (plain, one):
+        reach(each.model)
     fast(one)
     before = graphs_compiled()
-    same(one, plain)
-    compiled = graphs_compiled() - before
-    assert 1 <= compiled <= 2 * len(one.family.blocks)
-    same(one, plain)
-    assert graphs_compiled() - before == compiled
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["flux1_dev", "qwen_image"])
-def test_compiled_blocks_take_other_sizes(family: str) -> None:
-    """The second makes lengths symbols; a third one finds them."""
-    plain, one = pair(family)
-    fast(one)
+    for _ in range(2):
+        same(one, plain)
+    assert graphs_compiled() - before == GRAPHS[family]
     counts = []
-    for size in (64, 96, 128):
+    for size in (96, 128) if family != "flux2_dev" else ():
         same(with_inputs(family, one.model, size), with_inputs(family, plain.model, size))
         counts.append(graphs_compiled())
-    assert counts[2] == counts[1]
+    assert counts == counts[1:] * 2
 
 
 @pytest.mark.parametrize("family", LAYERS)
