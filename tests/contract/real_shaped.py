@@ -13,9 +13,9 @@ STEPS, CHECKPOINT_STEP = 4, 2
 CHATS = REAL_SHAPED / "chats.jsonl"
 FEW_PICTURES = (0, 1, 16, 21, 25, 26, 31, 33, 38, 41, 42, 47, 48, 58)
 FEW_EDITS = (0, 2, 4, 5, 6, 8, 10, 11, 12, 13, 15, 17, 20, 22)
-FEW_CHATS = (0, 3, 4, 10, 25, 31, 32, 33, 36, 42, 43, 45, 54, 57)
+FEW_CHATS = (0, 3, 4, 10, 25, 30, 31, 32, 33, 36, 42, 43, 45, 54, 57)
 """Numbers of samples that are spread as the whole set is: captions of 1 to 300 tokens, every aspect ratio in
-several sizes, answers of 5 to 508 tokens; two languages.
+several sizes; conversations of a few tokens to more than a thousand; two languages.
 """
 
 
