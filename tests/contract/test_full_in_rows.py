@@ -175,7 +175,7 @@ def test_rows_over_any_number_of_ranks_learn_what_one_process_learns(
 ) -> None:
     """With two prompts and one held-out sample some of four ranks have none to draw or measure.
 
-    That rows go on with as whole weights asks about no model: of one family a kind it is tried.
+    That one process goes on with what four saved asks about no model: it is tried for one family a kind.
     """
     most = MOST.get(case.family, 1e-6)
     one, two, four = (runs(case, count) for count in (1, 2, 4))

@@ -169,7 +169,7 @@ def _on_their_way(storage: Storage, geometry: Geometry, gradients: int) -> int:
     """
     activations, (largest, outside) = activations_of(storage, geometry), rows_together(geometry)
     parts = {stack.name: stack.quantized.parameters + stack.others for stack in geometry.stacks}
-    order = [parts.get(name, largest) for name in activations.stacks] or [largest]
+    order = [parts[name] for name in activations.stacks] or [largest]
     again = storage.recomputed or len(order) if storage.checkpointing else 0
     kept = (*activations.recomputed.blocks[:again], *activations.whole.blocks[again:])
 
