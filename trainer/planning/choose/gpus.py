@@ -210,14 +210,14 @@ def travel_counted(situation: Situation) -> str:
         return ""
     if situation.hosts.several:
         return "no time is counted for what travels: the way between hosts is not known"
-    link, gathered = situation.facts.link, roofline.GATHERED_BYTES
-    exchanged, copied = roofline.exchange_bytes(link), link.gib_per_second * GIB if link is not None else 0.0
-    if exchanged:
-        return f"what travels is counted at {exchanged / 1e9:.0f} GB/s, of the probe's exchange"
-    if 0.0 < copied < gathered:
-        return f"what travels is counted at {copied / 1e9:.0f} GB/s, of the probe's copies"
-    why = "of copies alone a rate was measured here" if copied else "no rate was measured here"
-    return f"what travels is guessed at {gathered / 1e9:.0f} GB/s, as over two H200's NVLink: {why}"
+    link = situation.facts.link
+    rate = f"{roofline.gathered_bytes(link) / 1e9:.0f} GB/s"
+    if link is None or not (link.gib_per_second or link.exchange_ms):
+        return f"what travels is guessed at {rate}, as over two H200's NVLink: no rate was measured here"
+    if roofline.gathered_bytes(link) == roofline.GATHERED_BYTES:
+        return f"what travels is counted at {rate}, as over two H200's NVLink: the probe found no slower way"
+    by = "copies" if link.gib_per_second else "exchange"
+    return f"what travels is counted at {rate}, of the probe's {by}"
 
 
 def _use(spread: Spread, *, short: bool) -> str:

@@ -90,10 +90,10 @@ _PEER_COPY_BYTES = 370e9
 """Copies from another GPU's memory over NVLink, in bytes a second, measured on two H200."""
 GATHERED_BYTES = 270e9
 """Rate at which NCCL gathers and sums over NVLink, in bytes a second: two H200, 2 GiB at once."""
-_SHOWN_OF_GATHERING = 0.9
+_SHOWN_OF_GATHERING = 0.95
 """Time that gathering weights in rows and summing their gradients adds to a micro-batch, as a share of what
-the bytes take at the probe's rate: fitted to full fine-tunes of two models in bf16, one of them on two and
-both on four H200, whose steps it gives within 8 % (docs/several-gpus.md).
+the bytes take at that rate: fitted to six full fine-tunes of two models in bf16, on two and on four H200 of
+three hosts, whose steps it gives within 7 % (docs/several-gpus.md).
 """
 _SLOWED_BY_COPIES = 0.27
 """Share of the time of such copies by which the work beside them takes longer, measured there too: 0.25 and
@@ -139,8 +139,8 @@ class Speed:
     """Milliseconds of one attention call, forward and backward, if the probe measured the run's shape."""
     peer_bytes: float = 0.0
     """Bytes a second from another GPU's memory, where the probe measured it."""
-    exchange_bytes: float = 0.0
-    """Bytes a second that a rank receives from NCCL, where the probe measured it."""
+    gathered_bytes: float = GATHERED_BYTES
+    """Bytes a second that a rank receives of weights in rows."""
     way_known: bool = True
     """False where processes are on several hosts, of whose way nothing is known: its time is not counted."""
     matmul: Mapping[str, float] = field(default_factory=dict)
@@ -175,7 +175,7 @@ def speed(
         attention=attention,
         attention_ms=found.get(f"attention.{attention}"),
         peer_bytes=link.gib_per_second * GIB if link is not None else 0.0,
-        exchange_bytes=exchange_bytes(link) if way_known else 0.0,
+        gathered_bytes=gathered_bytes(link),
         way_known=way_known,
         matmul={
             way.weights: ms / base
@@ -185,9 +185,21 @@ def speed(
     )
 
 
-def exchange_bytes(link: LinkVerdict | None) -> float:
+def gathered_bytes(link: LinkVerdict | None) -> float:
+    """Bytes a second that a rank receives of weights in rows: as over NVLink, but no more than the probe's
+    copies had, nor where GPUs do not read each other than its exchange.
+
+    Beside fast copies the exchange is not asked: 64 MiB are over too soon, and had 170 to 390 GB/s on hosts
+    whose steps took equally long.
+    """
+    if link is None:
+        return GATHERED_BYTES
+    return min(link.gib_per_second * GIB or _exchanged_bytes(link) or GATHERED_BYTES, GATHERED_BYTES)
+
+
+def _exchanged_bytes(link: LinkVerdict) -> float:
     """Bytes a second of an exchange, 0 unmeasured: the probe's are gradients, and sums of twice as many."""
-    if link is None or not link.exchange_ms:
+    if not link.exchange_ms:
         return 0.0
     return (link.gpus - 1) / link.gpus * 3 * EXCHANGED_BYTES / link.exchange_ms * 1e3
 
@@ -301,8 +313,8 @@ def _rows_ms(storage: Storage, geometry: Geometry, speed: Speed) -> float:
     """Time that gathering weights and sums of gradients adds to a micro-batch; 0 where no way is known."""
     if not speed.way_known:
         return 0.0
-    rate = speed.exchange_bytes or min(speed.peer_bytes or GATHERED_BYTES, GATHERED_BYTES)
-    return _SHOWN_OF_GATHERING * trained_time.travelling_bytes(storage, geometry) / rate * 1e3
+    travelling = trained_time.travelling_bytes(storage, geometry)
+    return _SHOWN_OF_GATHERING * travelling / speed.gathered_bytes * 1e3
 
 
 def _recomputed(storage: Storage, geometry: Geometry) -> tuple[float, float]:
