@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests.contract.runs import LORA_CASES, Case, Workshop, draws, fewer, numbers, steps_saved
 from trainer.engine.results import checkpoint_lora
+from trainer.modeling.adapter import comfyui
 from trainer.telemetry.runs import read_run
 
 SHORT = (
@@ -109,4 +110,26 @@ def test_one_that_reads_back_otherwise_is_left_out_and_told(
     job.train()
     told = [line for line in job.said if line.startswith("no LoRA file")]
     assert told == ["no LoRA file of step 2: 1 tensor read back from disk differs from the trained ones"]
+    assert [bool(one.lora) for one in read_run(job.folder).checkpoints] == [False, True]
+
+
+def test_a_twin_that_reads_back_otherwise_takes_both_with_it(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = comfyui.write_tensors, list[Path]()
+
+    def damaged(path: Path, *given: Any) -> str:
+        digest = real(path, *given)
+        calls.append(path)
+        if len(calls) == 1:  # the disk keeps another last bit
+            whole = bytearray(path.read_bytes())
+            whole[-1] ^= 1
+            path.write_bytes(whole)
+        return digest
+
+    monkeypatch.setattr(comfyui, "write_tensors", damaged)
+    job = workshop.job(LORA_CASES[0], tmp_path, *SHORT, "train.max_train_steps=4")
+    job.train()
+    told = [line for line in job.said if line.startswith("no LoRA file")]
+    assert told == ["no LoRA file of step 2: the file read back from disk is not what was written"]
     assert [bool(one.lora) for one in read_run(job.folder).checkpoints] == [False, True]

@@ -15,7 +15,7 @@ from trainer.config.hosts import Hosts
 from trainer.config.launchers import KEY, Launch
 from trainer.config.reading.load import Loaded
 from trainer.config.schema import changed
-from trainer.errors import ConfigError, ExitCode, StoppedError
+from trainer.errors import ConfigError, ExitCode, LostError, StoppedError
 from trainer.machine import network
 from trainer.telemetry.status import BUDGET_SECONDS, Phase
 from trainer.telemetry.stop import die_with_parent, heeded
@@ -59,7 +59,8 @@ def place_of_start() -> Place:
     """The place of this process, which from now on ends with 75 when it is asked to.
 
     Of several hosts it waits until the name of host 0 is known here, which of a cluster may take a while.
-    Raises ConfigError where variables contradict each other, or name another machine as host 0 than this one.
+    Raises LostError where it stays unknown, and ConfigError where variables contradict each other, or name
+    another machine as host 0 than this one.
     """
     environ = environment.snapshot()
     launch = launchers.found(environ)
@@ -71,7 +72,9 @@ def place_of_start() -> Place:
 
 
 def _known(found: Hosts) -> str:
-    """The address of host 0, as numbers. Raises ConfigError where its name stays unknown."""
+    """The address of host 0, as numbers. Raises LostError where its name stays unknown: in a cluster that
+    host may still wait for a node.
+    """
     patience, began, told = BUDGET_SECONDS[Phase.LOAD], time.monotonic(), -_TELL_AGAIN_SECONDS
     while True:
         try:
@@ -80,8 +83,11 @@ def _known(found: Hosts) -> str:
             what = f'"{found.address}" is not known here: {error.strerror}'
         waited = time.monotonic() - began
         if waited > patience:
-            remedy = "write the name or address of host 0, as this machine knows it"
-            raise ConfigError(what, where=found.master_source, remedy=remedy)
+            remedy = (
+                "start host 0, whose name a cluster knows from then on, and all others again; or write its"
+                " name or address as this machine knows it"
+            )
+            raise LostError(what, where=found.master_source, remedy=remedy)
         if waited - told >= _TELL_AGAIN_SECONDS:
             say(f"{found.master_source}: {what}; waiting for it up to {patience / 60:.0f} minutes", err=True)
             told = waited

@@ -283,7 +283,8 @@ class ParallelSection(Section):
     gpus: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = "auto"
     """How many GPUs share the micro-batches of a step, each with a process; on a CPU how many processes.
     Batch, accumulation and learning rate are those of the whole run, whatever it is. `auto` takes the most
-    GPUs of one kind that share a step evenly, and one process on a CPU."""
+    GPUs of one kind that share a step evenly, of a full fine-tune the fewest on which it fits, and one
+    process on a CPU."""
     shard: Literal["auto", "none", "full"] = "auto"
     """Where the frozen base lies: `none`: whole on every GPU; `full`: its blocks lie with the GPUs in turn,
     which read each other's; `auto`: the fewest blocks, where a whole base would not fit as well. Of a full

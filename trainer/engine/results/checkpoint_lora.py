@@ -23,8 +23,8 @@ from trainer.words.plurals import numbered
 def write_step_lora(context: Context, model: Any, step: int, folder: Path) -> None:
     """Write the adapter as it is on `model`, and its twin for ComfyUI, into `lora/` of a checkpoint's folder.
 
-    The file is read back: every tensor bit for bit, finite, and not zero in all. One that fails is left out
-    and told: training goes on, and the result is proved at the end. Raises StorageError.
+    Both are read back bit for bit, and the first one is finite, and not zero in all. Where one fails both are
+    left out and told: training goes on, and the result is proved at the end. Raises StorageError.
     """
     target = folder / LORA_FOLDER
     with atomic.no_space_told(target):
@@ -34,11 +34,10 @@ def write_step_lora(context: Context, model: Any, step: int, folder: Path) -> No
     try:
         proof.check_file(path)
         _require_same_values(path, lora.adapter_state(model))
+        proof.write_twin(context, model, target, name)
     except DataError as error:
         shutil.rmtree(target)
         context.say(f"no LoRA file of step {step}: {error.problems[0].what}")
-        return
-    proof.write_twin(context, model, target, name)
 
 
 def _require_same_values(path: Path, state: Mapping[str, torch.Tensor]) -> None:

@@ -7,6 +7,7 @@ base's, where peft and the paper divide by that of the changed ones.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ def write_comfyui(
     """Write `state`, peft's tensors by name; `config` is peft's, `key_of` as `Family.comfyui_keys`.
 
     `weight_of` gives a layer's frozen weight, which only a DoRA needs; `swapped` as `Family.comfyui_swaps`.
-    Raises DataError for a layer that ComfyUI does not know.
+    The file is read back: it has every bit that was written. Raises DataError where it has not, and for a
+    layer that ComfyUI does not know.
     """
     tensors: dict[str, torch.Tensor] = {}
     for module, parts in by_module(state).items():
@@ -59,7 +61,11 @@ def write_comfyui(
                 # it swaps the rows of the low-rank change as those of the weight, and leaves these alone
                 found["dora_scale"] = torch.cat(scale.chunk(2)[::-1]) if module in swapped else scale
         tensors |= {f"{prefix}.{part}": tensor.contiguous() for part, tensor in found.items()}
-    write_tensors(path, tensors, {"format": "pt", **metadata}, None)
+    written = write_tensors(path, tensors, {"format": "pt", **metadata}, None)
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != written:
+            what = "the file read back from disk is not what was written"
+            raise DataError(what, where=str(path), remedy="look at this disk and at the machine's memory")
 
 
 def alpha_and_rank(config: Mapping[str, Any], module: str) -> tuple[float, int]:
