@@ -14,6 +14,7 @@ draws or is judged (`eval`) the weight itself is multiplied, and each layer gath
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -176,6 +177,12 @@ class OwnRows(torch.Tensor):
         return carrier, (carrier,)
 
 
+# `fully_shard` looks at it at each gather of each weight: a kept one takes the host a third of the time
+OwnRows.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    OwnRows.fsdp_pre_all_gather
+)
+
+
 class Fp8RowsLinear(Fp8TrainedLinear):
     """A layer whose weight is to lie in rows over the ranks: made before `fully_shard` parts the model."""
 
@@ -196,12 +203,18 @@ class Fp8RowsLinear(Fp8TrainedLinear):
     def refresh(self) -> None:
         """Quantise this rank's rows as they are now."""
         assert isinstance(self.weight, DTensor), "weights change while they lie in rows"
-        own = _plain(self.weight.to_local())
-        self._own, self._group = own, self.weight.device_mesh.get_group()
-        if self._bytes is None:
+        if self._own is None or self._bytes is None:  # asking for them takes the host longer than a launch
+            own = self._own = own_rows(self.weight)
+            self._group = self.weight.device_mesh.get_group()
             values = torch.empty(own.shape, dtype=torch.float8_e4m3fn, device=own.device)
             self._bytes = values, torch.empty(len(own), 1, dtype=torch.float32, device=own.device)
-        quantize_rows_into(own, *self._bytes)
+        quantize_rows_into(self._own, *self._bytes)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp8RowsLinear:
+        """The layer with `fn` of its tensors, which may lie elsewhere then."""
+        self._own = self._bytes = None
+        applied: Fp8RowsLinear = super()._apply(fn, recurse)
+        return applied
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out) in the input's dtype."""
