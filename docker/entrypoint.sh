@@ -32,6 +32,8 @@ file_env() {
         fail "$file_name" "$file is a folder" "Docker makes one where the file to mount does not exist: check that path"
     elif [[ ! -e $file ]]; then
         fail "$file_name" "there is no file $file" "mount it, or leave $file_name out"
+    elif [[ -f $file && ! -s $file ]]; then # compose's no-token, which others may not read where the umask is 027
+        unset "$file_name" && return
     elif [[ ! -r $file ]]; then
         fail "$file_name" "$file cannot be read by user $(id -u):$(id -g)" "on the host: chmod or chown the file"
     fi

@@ -56,7 +56,8 @@ def compare(
       trainer compare a.yaml b.yaml --rounds 4 --plot compare.png --json compare.json
       trainer compare my.yaml --vary lora.rank=16,64 --rounds 0 --learn 300 --output compared
 
-    Ctrl-C ends the run under way and prints what is there (75). A run that fails ends it with its own code.
+    Ctrl-C ends the run under way and prints what is there (75). A run that fails ends it with its own code;
+    one but A that diverges within --learn lets the others run first.
     """
     from trainer.cli.jobs import plain_environment
     from trainer.config import environment, launchers

@@ -17,7 +17,7 @@ def config() -> None:
     """Show, check or document configurations.
     \f
     Layers, low to high: schema, family, files from left to right, --preset,
-    TRAINER__SECTION__KEY, --set, --dataset and --output.
+    TRAINER__SECTION__KEY, --set, --dataset, --output, --budget and --gpus.
 
     Examples:
       trainer config check train_configs/flux1_dev_lora.yaml

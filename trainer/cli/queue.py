@@ -85,7 +85,7 @@ def add(
       trainer queue add my.yaml --set train.seed=1 --output /output/seed-1
       trainer queue add my.yaml --on 0,1
       trainer queue add my.yaml --name ranks --vary lora.rank=8,16,32
-      trainer queue add my.yaml --slurm="--partition=gpu --time=12:00:00"
+      trainer queue add my.yaml --slurm="--partition=gpu --cpus-per-task=16 --mem=96G"
       trainer queue add my.yaml --kueue my-run
     """
     from trainer.planning.data_rows import require_dataset
@@ -228,7 +228,8 @@ def assign(names: tuple[str, ...], on: str) -> None:
 @_jobs
 @click.option("--release", is_flag=True, help="Let them start, or go on after they were stopped or failed.")
 def hold(names: tuple[str, ...], release: bool) -> None:
-    """Have jobs not start before they are released. One that runs goes on: `stop` ends it.
+    """Have jobs not start before they are released. One that runs goes on, but Kueue's,
+    which saves and ends: `stop` ends the others.
     \f
     Examples:
       trainer queue hold 7

@@ -48,8 +48,8 @@ class ModelSection(Section):
     download: Literal["auto", "never"] = "auto"
     """`never` uses only what is on disk already."""
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Compute and storage type of the frozen base; `auto` is bf16 on a GPU and fp32 on a CPU; fp16, for
-    `method: lora`, scales the loss and skips steps that overflow."""
+    """Compute and storage type of the frozen base; `auto`: what `features.weights` says, else bf16 on a GPU
+    that has it and fp32 elsewhere; fp16, for a LoRA, scales the loss and skips steps that overflow."""
 
 
 class Columns(Section):
@@ -270,7 +270,7 @@ class FeaturesSection(Section):
     """Device memory that the run may fill, such as 20GiB; `auto` is the profile's share of it."""
     loader: Literal["auto", "safetensors", "fastsafetensors"] = "auto"
     """Reader of the base model's files; `auto` goes by where their bytes are, page cache or disk, and takes
-    fastsafetensors where `trainer probe` measured it to be faster."""
+    fastsafetensors where the probe measured it to be clearly faster and one process reads."""
     vae_tiling: Toggle = "auto"
     """Encode and decode images in tiles: less memory at high resolution."""
     tf32: Toggle = "auto"
@@ -283,8 +283,7 @@ class ParallelSection(Section):
     gpus: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = "auto"
     """How many GPUs share the micro-batches of a step, each with a process; on a CPU how many processes.
     Batch, accumulation and learning rate are those of the whole run, whatever it is. `auto` takes the most
-    GPUs of one kind that share a step evenly, of a full fine-tune the fewest on which it fits, and one
-    process on a CPU."""
+    GPUs of one kind that share a step evenly (of a full fine-tune the fewest that hold it), on a CPU one."""
     shard: Literal["auto", "none", "full"] = "auto"
     """Where the frozen base lies: `none`: whole on every GPU; `full`: its blocks lie with the GPUs in turn,
     which read each other's; `auto`: the fewest blocks, where a whole base would not fit as well. Of a full
@@ -316,7 +315,8 @@ class ValidationSection(Section):
     guidance_scale: Annotated[float, Field(ge=0, le=1000)] = 3.5
     """Guidance of a preview."""
     resolution: Annotated[int, Field(ge=32, le=4096)] | None = None
-    """Side of the square previews in pixels; `data.resolution` when not given."""
+    """Side of the square previews in pixels, and where a prompt has control images of the square whose area
+    they have, in the first one's aspect; `data.resolution` when not given."""
     max_new_tokens: Positive = 128
     """Longest answer of a language model's preview, in tokens."""
     held_out: Annotated[int, Field(ge=0)] = 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import AccessError, ConfigError
-from trainer.files.weight_files import read_header, weight_files
+from trainer.files.weight_files import read_header, to_replace, weight_files
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -124,5 +124,5 @@ def _packed_shape(file: Path, begin: int, end: int) -> tuple[int, ...]:
         raise AccessError(
             f"the shape of a packed weight cannot be read ({error})",
             where=str(file),
-            remedy="delete it and run `trainer fetch`",
+            remedy=to_replace(file),
         ) from error

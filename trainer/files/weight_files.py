@@ -85,6 +85,15 @@ def weight_files(folder: Path) -> WeightFiles:
 _NOT_AN_INDEX = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
+def to_replace(file: Path) -> str:
+    """The remedy for a damaged file of a base model. One of the hub's cache is a link: the hub links what is
+    there once more, so what it links to has to go.
+    """
+    if file.is_symlink():
+        return f"delete {file.resolve()}, which it links to, and run `trainer fetch CONFIG`"
+    return "copy it again; where it was downloaded delete it, and run `trainer fetch CONFIG`"
+
+
 def _indexed(index: Path) -> tuple[set[str], int | None]:
     """Names of the files that an index speaks of, and the bytes of all tensors where it says them."""
     try:
@@ -98,7 +107,7 @@ def _indexed(index: Path) -> tuple[set[str], int | None]:
         raise AccessError(
             f"the index of the weight files cannot be read ({type(error).__name__}: {error})",
             where=str(index),
-            remedy="delete it and run `trainer fetch`, or copy it again",
+            remedy=to_replace(index),
         ) from error
     return names, total
 
@@ -125,6 +134,6 @@ def read_header(file: Path) -> safetensors.Header:
         raise AccessError(
             f"not a readable safetensors file ({error})",
             where=str(file),
-            remedy="delete it and run `trainer fetch`, or copy it again",
+            remedy=to_replace(file),
         ) from error
     return header

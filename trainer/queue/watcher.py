@@ -20,12 +20,14 @@ from pathlib import Path
 from trainer.config.interpreter import python
 from trainer.errors import ExitCode
 from trainer.queue import jobfiles
-from trainer.telemetry.status import BUDGET_SECONDS, Phase
+from trainer.telemetry.status import BUDGET_SECONDS, Phase, read_status
 from trainer.telemetry.supervising.signals import collected
 
 _LOOK_SECONDS = 0.2
 _PATIENCE_SECONDS = BUDGET_SECONDS[Phase.SAVE] + 180.0
-"""Time after which a run that was asked to end is killed: its supervisor does so before, where it can."""
+"""Time after which a run that was asked to end, and does not get on with saving, is killed: its supervisor
+does so before, where it can.
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -66,7 +68,7 @@ def _ended(
         if asked is None and (received or jobfiles.asked_to_stop(folder, start)):
             asked = time.monotonic()
             child.terminate()
-        if asked is not None and time.monotonic() - asked > _PATIENCE_SECONDS:
+        if asked is not None and time.monotonic() - max(asked, _saved(folder)) > _PATIENCE_SECONDS:
             child.kill()
         time.sleep(_LOOK_SECONDS)
     if child.returncode == ExitCode.STOPPED and asked is None and not received:
@@ -74,6 +76,12 @@ def _ended(
     if child.returncode == -signal.SIGTERM and asked is not None:
         return ExitCode.STOPPED  # before it could handle the request, so before anything was to be saved
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _saved(folder: Path) -> float:
+    """The monotonic time at which the job's run last said that it gets on with saving; 0.0 if never."""
+    found = read_status(folder / jobfiles.RUNTIME)
+    return found.beat if found is not None and found.phase is Phase.SAVE else 0.0
 
 
 if __name__ == "__main__":

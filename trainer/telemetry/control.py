@@ -82,7 +82,8 @@ def obstacle(run_dir: Path, found: process.Process | None) -> Problem | None:
         return None
     remedy = (
         "ask where the run was started, of compose's service by `docker compose -f FILE exec trainer trainer"
-        f" runs control {run_dir} stop`; or share its TRAINER_RUNTIME_DIR with this place"
+        f" runs control /output/{run_dir.resolve().name} save` (or sample, or stop); or share its"
+        " TRAINER_RUNTIME_DIR with this place"
     )
     what = "the run's runtime folder is not seen from here"
     return Problem(what=what, where=found.runtime_dir, remedy=remedy)

@@ -60,7 +60,8 @@ class StopFlag:
         if self.requested is ExitCode.OUT_OF_MEMORY:
             raise OutOfMemoryError(
                 "stopped because the host runs out of available memory: below a floor, or soon there",
-                remedy="end other processes or lower data.resolution, then start again to resume",
+                remedy="end other processes, then start again to resume; data.cache_in_memory: false needs"
+                " less of it",
             )
         raise StoppedError(ON_REQUEST, remedy="start the same command again to resume")
 

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -181,6 +182,33 @@ def test_an_empty_file_is_no_secret(run: Run, tmp_path: Path) -> None:
     (tmp_path / "token").touch()
     assert run("train", HF_TOKEN_FILE=str(tmp_path / "token")) == (0, ours("<train>"), "")
     assert run("bash", "-c", "[[ -v HF_TOKEN ]]", HF_TOKEN_FILE=str(tmp_path / "token"))[0] == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="runs the script as a user who may not read the file")
+@pytest.mark.parametrize("text", ["", "hf_abc"])
+def test_an_empty_file_is_none_whoever_may_read_it(text: str) -> None:
+    """Compose mounts `no-token` with the mode that it has on the host: 0640 where the umask was 027."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "entrypoint.sh").write_bytes(ENTRYPOINT.read_bytes())
+        (folder / "trainer").write_text("#!/bin/sh\n")
+        for program in ("entrypoint.sh", "trainer"):
+            (folder / program).chmod(0o755)
+        (folder / "token").write_text(text)
+        (folder / "token").chmod(0o600)
+        ended = subprocess.run(
+            [folder / "entrypoint.sh", "train"],
+            env={"PATH": f"{folder}:/usr/bin:/bin", "HF_TOKEN_FILE": str(folder / "token")},
+            user=65534,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    if text:
+        assert ended.returncode == 78 and "cannot be read by user 65534" in ended.stderr
+    else:
+        assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("case", ["both", "missing", "folder"])

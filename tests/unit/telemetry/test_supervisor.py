@@ -190,6 +190,21 @@ def test_a_child_that_ignores_the_request_is_killed_after_the_save_budget(fork: 
     assert "did not end within 0.9 s" in errors
 
 
+@pytest.mark.parametrize("beats", [True, False])
+def test_a_save_that_gets_on_may_take_longer_than_its_budget(fork: Start, beats: bool) -> None:
+    """A checkpoint of hundreds of GiB on a slow disk: silence counts, as of one that nobody asked for."""
+    saving = f"""
+        for _ in range(135):  # 2.7 s, of a budget of 0.9 s
+            writer.beat(Phase.SAVE, item_done=True) if {beats} or _ == 0 else None
+            time.sleep(0.02)
+        sys.exit(flag.requested)"""
+    run = fork(child=CHILD.replace("        sys.exit(flag.requested)", saving), budget_scale=0.0005)
+    run.child()
+    run.process.terminate()
+    code, errors = run.end()
+    assert code == (ExitCode.STOPPED if beats else ExitCode.HUNG), errors
+
+
 def test_below_the_soft_floor_the_child_saves_and_ends_with_71(fork: Start) -> None:
     run = fork(unified_memory=True)
     run.child()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.server
 import json
+import os
 import shutil
 import socket
 import ssl
@@ -235,6 +237,20 @@ def test_the_address_comes_from_a_file(tmp_path: Path) -> None:
     found = hook_of(tmp_path, "https://10.0.0.7:8443", TRAINER_WEBHOOK_PRIVATE="true")
     assert found == Webhook(host="10.0.0.7", port=8443, target="/", allows_private=True)
     assert SECRET not in repr(hook_of(tmp_path, f"https://hooks.example/{SECRET}"))
+
+
+def test_an_empty_file_that_cannot_be_read_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compose mounts one with the mode that it has on the host."""
+
+    def denied(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", denied)
+    (tmp_path / "hook").touch()
+    assert configured({webhook.FILE_VARIABLE: str(tmp_path / "hook")}) is None
+    os.truncate(tmp_path / "hook", 1)
+    with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
+        configured({webhook.FILE_VARIABLE: str(tmp_path / "hook")})
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,8 @@ def _many_views(context: Context) -> Iterator[Clash]:
 
 
 RULES: tuple[Rule[Context], ...] = (
-    Rule(("data.sets",), _sets_of_nothing, "`data.sets.{index}.img_dir` is missing", "add `img_dir: DIR`"),
+    Rule(("data.sets",), _sets_of_nothing, "`data.sets.{index}.img_dir` is missing",
+         "add `img_dir: DIR`, for a language model `chat_file: FILE`"),
     Rule(("data.sets",), _sets_of_two_kinds, "`data.sets.{index}` has both `{first}` and `{other}`",
          "make it two sets, or remove one of them"),
     Rule(("data.sets", "validation"), _sets_of_half, "`{key}` {why}", "{remedy}"),
@@ -135,7 +136,7 @@ RULES: tuple[Rule[Context], ...] = (
          "choose one: remove the other, or write `held_out: 0`"),
     Rule(("validation.img_dir", "data.sets"), _held_out_trained,
          "`{key}`: {path} is a training set ({trained})",
-         "name a {others}, or write `held_out: 2` to keep two of these out"),
+         "name a {others}, or write `held_out: 2` in its place to keep two of these out"),
     Rule(("data.sets",), _many_views,
          "sets with {counts} views an image: with their shares kept an epoch is {longer} times as long",
          "give the sets counts that divide one another: 2, 4, 8, 16"),

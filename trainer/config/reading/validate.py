@@ -54,7 +54,7 @@ _MOST_FAULTS = 100
 _HOW_TO_ADD: dict[str, str] = {
     "family": "add `family: NAME`; `trainer families` lists them",
     "pretrained_model_name_or_path": "add a folder in diffusers' or transformers' layout, or a repository id",
-    "sets": "add `sets: [{img_dir: DIR}]`, or pass --dataset DIR",
+    "sets": "add `sets: [{img_dir: DIR}]`, or `[{chat_file: FILE}]`, or pass --dataset DIR or --dataset FILE",
     "img_dir": "add `img_dir: DIR`",
     "output_dir": "add `output_dir: DIR`, or pass --output DIR",
 }

@@ -129,6 +129,8 @@ def _encode_share(
             if bad is not None:  # cached, it would poison every later run
                 what = f"encoding {entry.name} gave values in `{bad}` that are not finite"
                 remedy = "encode in a wider type (model.dtype: fp32), and check the encoder's weights"
+                if entry.kind == "latents":  # these are in fp32 always
+                    remedy = "check the VAE's weights, and the picture"
                 raise DivergedError(what, where=f"{entry.kind} encoder", remedy=remedy)
             cache.write(entry.kind, entry.key, tensors)
             while told < there + number * len(missing) // len(ours):

@@ -279,7 +279,7 @@ def _check_finite(run: Work, state: State) -> None:
     raise DivergedError(
         f"step {state.step}: {what} and {saved}",
         where=", ".join(files),
-        remedy="look at these files, lower train.learning_rate, or train in fp32",
+        remedy="look at these files, or lower train.learning_rate; or train in fp32, into another output_dir",
     )
 
 

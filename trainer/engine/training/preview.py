@@ -81,7 +81,6 @@ def drop_previews_after(context: Context, step: int) -> None:
 def _drawn_as(context: Context, number: int, prompt: Prompt) -> dict[str, str]:
     """The prompt of an image and the settings that it was drawn with, kept inside its file."""
     validation = context.config.validation
-    side = validation.resolution or context.config.data.resolution
     values: dict[str, object] = {
         "num_inference_steps": validation.num_inference_steps,
         "guidance_scale": validation.guidance_scale,
@@ -90,7 +89,8 @@ def _drawn_as(context: Context, number: int, prompt: Prompt) -> dict[str, str]:
     }
     if "latents" in context.family.encoder_components:
         del values["max_new_tokens"]
-        values |= {"width": side, "height": side}
+        width, height = _size(context, prompt)
+        values |= {"width": width, "height": height}
     if prompt.controls:
         values["controls"] = " ".join(control.content_sha256 for control in prompt.controls)
     if prompt.empty is not None and prompt.empty.caption:
@@ -204,15 +204,19 @@ def _drawn(context: Context, model: Any, prepared: _Prepared) -> list[Any]:
         torch.cuda.empty_cache()  # the next phase starts from its own peak
 
 
-def _prompt(context: Context, entries: Entries, number: int) -> PreviewPrompt:
-    """A prompt's entries and its size: that of its first control image's aspect, else a square."""
-    prompt = entries.prompts[number]
+def _size(context: Context, prompt: Prompt) -> tuple[int, int]:
+    """Width and height of a prompt's image: of its first control image's aspect, else a square."""
     side = context.config.validation.resolution or context.config.data.resolution
-    width = height = side
-    if prompt.controls:
-        first = prompt.controls[0]
-        sizes = buckets(side, context.family.pixel_multiple)
-        width, height = nearest_bucket(first.width, first.height, sizes)
+    if not prompt.controls:
+        return side, side
+    first = prompt.controls[0]
+    return nearest_bucket(first.width, first.height, buckets(side, context.family.pixel_multiple))
+
+
+def _prompt(context: Context, entries: Entries, number: int) -> PreviewPrompt:
+    """A prompt's entries and the size of its image."""
+    prompt = entries.prompts[number]
+    width, height = _size(context, prompt)
     cache, empty = entries.cache, prompt.empty
     return PreviewPrompt(
         text=cache.read("text", prompt.entry.key),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import AccessError, ConfigError, Problem
-from trainer.files.weight_files import State, weight_files
+from trainer.files.weight_files import State, to_replace, weight_files
 from trainer.modeling.base import hub
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def read_config(path: Path) -> ComponentConfig:
         raise AccessError(
             f"cannot be read ({error})",
             where=str(path),
-            remedy="is the base model complete? Run `trainer fetch`",
+            remedy=to_replace(path),
         ) from error
     config = ComponentConfig(content)
     config.path = path

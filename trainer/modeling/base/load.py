@@ -19,7 +19,7 @@ import torch
 
 from trainer.errors import AccessError
 from trainer.files.component_shapes import packed_tensors, stored_as
-from trainer.files.weight_files import weight_files
+from trainer.files.weight_files import to_replace, weight_files
 from trainer.modeling.base.random_weights import Absent, draw, random_module
 from trainer.modeling.base.reading import Shard, ShardReader
 from trainer.modeling.base.source import ModelSource
@@ -193,7 +193,7 @@ def _read_shards(
             raise AccessError(
                 f"not a readable safetensors file ({error})",
                 where=str(shard),
-                remedy="delete it and run `trainer fetch`",
+                remedy=to_replace(shard),
             ) from error
         if torch.device(structure.device).type == "cuda":
             # free the holes that full-precision weights left between quantised ones
@@ -318,7 +318,7 @@ def _from_pretrained(component_class: Any, folder: Path, dtype: torch.dtype) -> 
 
     options: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
     options["dtype" if issubclass(component_class, transformers.PreTrainedModel) else "torch_dtype"] = dtype
-    remedy = "run `trainer fetch` to complete the model, or copy the component again"
+    remedy = "copy the component again; of a download delete what its files link to and run `trainer fetch`"
     try:
         module, found = component_class.from_pretrained(folder, **options)
     except (OSError, ValueError, SafetensorError) as error:

@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from trainer.errors import AccessError
+from trainer.files.weight_files import to_replace
 from trainer.modeling.base.load import COMPUTED, renaming, shard_files
 from trainer.modeling.base.structure import Structure, tied
 from trainer.modeling.blocks.recompute import Blocks
@@ -148,5 +149,5 @@ def _opened(path: Path) -> Iterator[Any]:
         raise AccessError(
             f"not a readable safetensors file ({error})",
             where=str(path),
-            remedy="delete it and run `trainer fetch`",
+            remedy=to_replace(path),
         ) from error

@@ -118,7 +118,7 @@ def resolve_source(
         hub.download(identity, model.revision, patterns, on_start=on_start, on_bytes=on_bytes)
         remedy = "is this a repository in diffusers' layout, and the right one for the family?"
         if model.weights == "random":
-            remedy += " `trainer fetch --set model.weights=pretrained` completes weights that were cut off"
+            remedy += " `trainer fetch CONFIG --set model.weights=pretrained` completes what was cut off"
         base = base_at(local_folder(config), config, components, trained=trained)
         _require_complete(base, remedy=remedy)
     assert base.folder is not None
@@ -169,7 +169,8 @@ def _refuse(config: RunConfig, base: Base) -> NoReturn:
         f"{model.pretrained_model_name_or_path}{at} is not complete on this disk ({base.missing_line}), and"
         f" {forbidden} forbids downloading it",
         where=hub.KEY,
-        remedy="run `trainer fetch` where there is network and with this HF_HOME, or name a local folder",
+        remedy="run `trainer fetch CONFIG --set model.download=auto` without HF_HUB_OFFLINE where there is"
+        " network, with this HF_HOME; or name a local folder",
     )
 
 

@@ -20,7 +20,7 @@ import yaml
 from trainer.errors import ConfigError, ExitCode
 from trainer.queue.clusters import records
 from trainer.queue.clusters.client import asked
-from trainer.queue.clusters.records import Submitted
+from trainer.queue.clusters.records import Submitted, require_own_folders
 from trainer.queue.launcher import ENDED, Request, Seen, State, meaning
 
 LABEL = "trainer-queue"
@@ -54,6 +54,7 @@ class Kueue:
         if any(request.held for request in requests):
             remedy = "add it without --held, then `trainer queue hold`"
             raise ConfigError("Kueue takes no job that is held", where="--held", remedy=remedy)
+        require_own_folders(self.jobs(), requests)
         template = _template(asked(("kubectl", "kustomize", self.options[0])), self.options[0])
         taken: list[Submitted] = []
         with contextlib.ExitStack() as undo:

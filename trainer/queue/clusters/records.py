@@ -6,11 +6,13 @@ import dataclasses
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.errors import StorageError
+from trainer.errors import ConfigError, StorageError
 from trainer.files import atomic
+from trainer.queue.launcher import ENDED, Request, Seen
 
 _FOLDER = "clusters"
 _NAME = re.compile(r"(?P<launcher>[a-z]+)-(?P<job>[A-Za-z0-9][A-Za-z0-9.-]*)")
@@ -65,6 +67,18 @@ def keep(queue: Path, one: Submitted) -> None:
     with atomic.no_space_told(folder):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     atomic.write_text(folder / f"{one.word}.json", json.dumps(dataclasses.asdict(one)))
+
+
+def require_own_folders(jobs: Sequence[tuple[Submitted, Seen]], requests: Sequence[Request]) -> None:
+    """Raise ConfigError where two of `requests` would write into one run folder, or one where one of `jobs`
+    does.
+    """
+    runs = [str(request.run) for request in requests]
+    busy = [one for one, seen in jobs if one.run in runs and seen.state not in ENDED]
+    if busy or len(set(runs)) < len(runs):
+        what = f"{busy[0].name} ({busy[0].word}) writes there" if busy else "two of these jobs write there"
+        where = busy[0].run if busy else ", ".join(runs)
+        raise ConfigError(what, where=where, remedy="choose another output_dir")
 
 
 def drop(queue: Path, one: Submitted) -> None:

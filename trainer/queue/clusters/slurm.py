@@ -16,7 +16,7 @@ from trainer.errors import ConfigError, ExitCode
 from trainer.files import atomic
 from trainer.queue.clusters import records
 from trainer.queue.clusters.client import asked
-from trainer.queue.clusters.records import Submitted
+from trainer.queue.clusters.records import Submitted, require_own_folders
 from trainer.queue.launcher import CPU, ENDED, Request, Seen, State, meaning
 from trainer.telemetry.run_folder.process import read_process
 
@@ -68,7 +68,7 @@ class Slurm:
 
     def submit(self, requests: Sequence[Request]) -> list[str]:
         """Take in all of these jobs or none; their names. Raises ConfigError, StorageError."""
-        self._require_own_folders(requests)
+        require_own_folders(self.jobs(), requests)
         taken: list[Submitted] = []
         with contextlib.ExitStack() as undo:
             for request in requests:
@@ -78,16 +78,6 @@ class Slurm:
                 undo.callback(records.drop, self.queue, taken[-1])
             undo.pop_all()
         return [one.word for one in taken]
-
-    def _require_own_folders(self, requests: Sequence[Request]) -> None:
-        runs = [str(request.run) for request in requests]
-        busy = [one for one, seen in self.jobs() if one.run in runs and seen.state not in ENDED]
-        if busy or len(set(runs)) < len(runs):
-            what = (
-                f"{busy[0].name} ({busy[0].word}) writes there" if busy else "two of these jobs write there"
-            )
-            where = busy[0].run if busy else ", ".join(runs)
-            raise ConfigError(what, where=where, remedy="choose another output_dir")
 
     def _submitted(self, request: Request) -> Submitted:
         own = request.run / _OWN
@@ -181,8 +171,11 @@ def _gpus(request: Request, options: Sequence[str]) -> tuple[str, ...]:
     """
     if CPU in request.gpus or _name_gpus(options):
         return ()
-    # a written number counts the GPUs of all nodes
-    return (f"--gpus={request.count}" if request.count > 1 else "--gpus-per-node=1",)
+    if request.count == 1:
+        return ("--gpus-per-node=1",)
+    # a written number counts the GPUs of all nodes, which Slurm would take wherever they are free; the user's
+    # own --nodes comes later and counts
+    return "--nodes=1", f"--gpus={request.count}"
 
 
 def _own_options(environ: Mapping[str, str]) -> list[str]:

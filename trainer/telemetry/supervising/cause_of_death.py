@@ -16,7 +16,7 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 CAUSES: dict[int, str] = {
     signal.SIGKILL: "killed from outside: by the kernel, the container runtime or another process",
     signal.SIGSEGV: "crashed in native code, most often in a GPU kernel or a library of the wrong version; "
-    "`trainer probe` tests the kernels one by one",
+    "`trainer probe CONFIG` tests the kernels one by one",
     signal.SIGABRT: "aborted by native code, most often a failed check in CUDA, cuDNN or NCCL; see above",
     signal.SIGBUS: "bus error: a memory-mapped file was cut short, or its disk failed; see dmesg on the host",
     signal.SIGILL: "illegal instruction: a library was built for another processor",

@@ -46,7 +46,8 @@ def holding(runtime_dir: Path) -> contextlib.AbstractContextManager[int]:
         taken=Problem(
             what=f"{runtime_dir} is used by another run",
             where=RUNTIME_DIR_VARIABLE,
-            remedy=f"wait for it, or give this run its own folder with {RUNTIME_DIR_VARIABLE}",
+            remedy=f"wait for it, or give this run its own {RUNTIME_DIR_VARIABLE}, and its own"
+            " TRAINER_METRICS_PORT (0 opens none)",
         ),
         on_wait=on_wait,
     )

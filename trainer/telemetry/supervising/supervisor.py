@@ -295,7 +295,9 @@ class _Watch:
             self._look_at_heartbeats(ranks, now)
             self._look_at_requests(ranks[0])
         grace = status.BUDGET_SECONDS[Phase.SAVE] * self.limits.budget_scale
-        if self._asked is not None and now - self._asked[0] > grace:
+        # a checkpoint of hundreds of GiB takes as long as it takes: from its beats on silence counts
+        saved = max((one.beat for one in ranks if one is not None and one.phase is Phase.SAVE), default=0.0)
+        if self._asked is not None and now - max(self._asked[0], saved) > grace:
             self._kill(ExitCode.HUNG, f"killed: it did not end within {grace:.1f} s after it was asked to")
         self._trained = self._trained or any(one is not None and one.phase is Phase.TRAIN for one in ranks)
         if self.unified_memory:

@@ -57,7 +57,11 @@ def configured(environ: Mapping[str, str] | None = None) -> Webhook | None:
         return None
     remedy = "write one address into it, https://HOST/PATH, or leave the variable out"
     try:
-        with Path(file).expanduser().open("rb") as opened:
+        path = Path(file).expanduser()
+        # compose's file for no webhook, which this user may not read where the umask was 027
+        if path.is_file() and not path.stat().st_size:
+            return None
+        with path.open("rb") as opened:
             text = opened.read(_MOST_BYTES).decode().strip()
     except (OSError, ValueError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"

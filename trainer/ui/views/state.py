@@ -39,8 +39,7 @@ PHASES: Mapping[Phase, str] = {
 REMEDIES: Mapping[int, str] = {
     ExitCode.BAD_DATA: "Correct the files that are named, or have data.on_bad_file leave them out; resume.",
     ExitCode.HARDWARE: "Plan it again: what fits here is offered there.",
-    ExitCode.DIVERGED: "Lower train.learning_rate, or look at the files that are named; resume from an older"
-    " checkpoint.",
+    ExitCode.DIVERGED: "Lower train.learning_rate, or look at the files that are named; then resume.",
     ExitCode.OUT_OF_MEMORY: "End other programs, or take what the log proposes to save memory; then resume.",
     ExitCode.NO_SPACE: "Make room on the disk or let this user write there; then resume.",
     ExitCode.HUNG: "Look at the last lines of the log; then resume.",

@@ -248,6 +248,23 @@ def test_names_are_those_that_kubernetes_takes_and_differ() -> None:
     assert names[2].startswith("run-") and names[-1].startswith("x-y-z-")
 
 
+def test_two_jobs_do_not_write_to_one_folder(cluster: Path, tmp_path: Path) -> None:
+    kueue = Kueue(queue=tmp_path / "queue", options=("my-run",))
+    with pytest.raises(ConfigError, match="two of these jobs write there"):
+        kueue.submit([request(tmp_path), request(tmp_path)])
+    assert not (cluster / "created").exists()
+    (name,) = kueue.submit([request(tmp_path)])
+    made = job()
+    made["metadata"]["name"] = name.removeprefix("kueue-")
+    (cluster / "jobs").write_text(json.dumps({"items": [made]}))
+    (cluster / "workloads").write_text(json.dumps({"items": [workload()]}))
+    with pytest.raises(ConfigError, match=rf"cats \({name}\) writes there"):
+        kueue.submit([request(tmp_path)])
+    (cluster / "jobs").write_text('{"items": []}')  # it was deleted in the cluster
+    (again,) = kueue.submit([request(tmp_path)])
+    assert again != name
+
+
 def test_what_a_quota_refuses_leaves_nothing(cluster: Path, tmp_path: Path) -> None:
     (cluster / "full").touch()
     with pytest.raises(ConfigError, match="kubectl create: exceeded quota"):

@@ -106,11 +106,11 @@ def script(clients: Path, tmp_path: Path) -> Callable[..., str]:
     program.write_text('#!/bin/sh\necho "words: $*"\nexit "$CODE"\n')
     program.chmod(0o755)
 
-    def run(code: int, log: Path, *, job: str = "7", restarts: int = 0, launch: str = "") -> str:
+    def run(code: int, log: Path, *, job: str = "7", restarts: int = 0, launch: str = "", **more: str) -> str:
         own = {
             "SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "node-1", "SLURM_JOB_NUM_NODES": "1",
             "SLURM_NODEID": "0", "SLURM_RESTART_COUNT": str(restarts), "MAX_RESTARTS": "2",
-            "CODE": str(code), "LAUNCH": launch or f"{program}\n-P", "TMPDIR": str(tmp_path),
+            "CODE": str(code), "LAUNCH": launch or f"{program}\n-P", "TMPDIR": str(tmp_path), **more,
         }  # fmt: skip
         before = log.stat().st_size if log.is_file() else 0
         with log.open("ab") as output:
@@ -122,6 +122,27 @@ def script(clients: Path, tmp_path: Path) -> Callable[..., str]:
         return log.read_text()[before:] if log.is_file() else ""
 
     return run
+
+
+def test_a_run_has_all_cpus_of_its_job(script: Callable[..., str], clients: Path, tmp_path: Path) -> None:
+    """srun takes --cpus-per-task from its own options alone, and would bind a task to one core of them."""
+    script(0, tmp_path / "job.log", SLURM_CPUS_PER_TASK="16")
+    first = words(clients, "srun")
+    assert first[first.index("bash") - 2 : first.index("bash")] == ["--cpu-bind=none", "--cpus-per-task=16"]
+    script(0, tmp_path / "job.log")
+    second = words(clients, "srun")[len(first) :]
+    assert second[second.index("bash") - 1] == "--cpu-bind=none" and "--cpus-per-task=16" not in second
+
+
+def test_a_folder_of_the_submitting_machine_need_not_be_there(
+    script: Callable[..., str], tmp_path: Path
+) -> None:
+    program = tmp_path / "says"
+    program.write_text('#!/bin/sh\necho "in $TRAINER_RUNTIME_DIR"\n')
+    program.chmod(0o755)
+    given = {"launch": str(program), "job": "987654"}
+    assert "in /tmp/trainer-987654-0" in script(0, tmp_path / "one", **given, TMPDIR="/local/job12")
+    assert f"in {tmp_path}/trainer-987654-0" in script(0, tmp_path / "two", **given)
 
 
 def test_the_script_keeps_the_code_of_a_step_that_ends_while_it_heeds_the_time_limit(
@@ -194,7 +215,9 @@ def test_a_job_is_handed_over_by_words_and_without_settings(
     *ours, script, last = words(clients, "sbatch")
     assert (script, last) == (str(SCRIPT), str(config))
     output = str(config.with_name("output.log")).replace("%", "%%")
-    assert {f"--job-name={name}", f"--chdir={tmp_path}", f"--output={output}", "--gpus=2"} < set(ours)
+    assert {f"--job-name={name}", f"--chdir={tmp_path}", f"--output={output}", "--nodes=1", "--gpus=2"} < set(
+        ours
+    )
     # after ours: the last one of two counts
     assert ours[-1] == "--partition=gpu"
     told = dict(
