@@ -73,7 +73,7 @@ def place_of_start() -> Place:
 
 def _known(found: Hosts) -> str:
     """The address of host 0, as numbers. Raises LostError where its name stays unknown: in a cluster that
-    host may still wait for a node.
+    host may still wait for a node; on that host itself ConfigError.
     """
     patience, began, told = BUDGET_SECONDS[Phase.LOAD], time.monotonic(), -_TELL_AGAIN_SECONDS
     while True:
@@ -83,6 +83,9 @@ def _known(found: Hosts) -> str:
             what = f'"{found.address}" is not known here: {error.strerror}'
         waited = time.monotonic() - began
         if waited > patience:
+            if found.number == 0:
+                remedy = "write the name or address of this machine, as it knows itself"
+                raise ConfigError(what, where=found.master_source, remedy=remedy)
             remedy = (
                 "start host 0, whose name a cluster knows from then on, and all others again; or write its"
                 " name or address as this machine knows it"

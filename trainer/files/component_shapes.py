@@ -85,7 +85,7 @@ def packed_tensors(folder: Path) -> dict[str, tuple[str, ...]]:
         raise AccessError(
             f"weights are said to be stored in nf4, but there is no tensor {missing[0]}",
             where=str(folder),
-            remedy="the download may be incomplete: run `trainer fetch` again",
+            remedy="the download may be incomplete: run `trainer fetch CONFIG` again",
         )
     return {
         weight.removesuffix(".weight"): tuple(

@@ -89,6 +89,8 @@ def to_replace(file: Path) -> str:
     """The remedy for a damaged file of a base model. One of the hub's cache is a link: the hub links what is
     there once more, so what it links to has to go.
     """
+    if file.is_symlink() and not file.exists():
+        return "run `trainer fetch CONFIG`"
     if file.is_symlink():
         return f"delete {file.resolve()}, which it links to, and run `trainer fetch CONFIG`"
     return "copy it again; where it was downloaded delete it, and run `trainer fetch CONFIG`"

@@ -28,7 +28,7 @@ from trainer.words.sizes import GB
 _STORED_BYTES = 2
 INDEX = "model_index.json"
 _SCHEDULER, _GENERATION = "scheduler_config.json", "generation_config.json"
-_REMEDY = "copy the component again; of a download delete what that file links to and run `trainer fetch`"
+_REMEDY = "copy the component again; of a download delete what its files link to, run `trainer fetch CONFIG`"
 # what scales latents: a class fills in another model's value where one of them is left out
 _SCALES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
 _ROPES = ("rope_scaling", "rope_parameters")  # the first that is not empty counts

@@ -20,7 +20,7 @@ from pathlib import Path
 from trainer.config.interpreter import python
 from trainer.errors import ExitCode
 from trainer.queue import jobfiles
-from trainer.telemetry.status import BUDGET_SECONDS, Phase, read_status
+from trainer.telemetry.status import BUDGET_SECONDS, Phase, read_ranks
 from trainer.telemetry.supervising.signals import collected
 
 _LOOK_SECONDS = 0.2
@@ -80,8 +80,8 @@ def _ended(
 
 def _saved(folder: Path) -> float:
     """The monotonic time at which the job's run last said that it gets on with saving; 0.0 if never."""
-    found = read_status(folder / jobfiles.RUNTIME)
-    return found.beat if found is not None and found.phase is Phase.SAVE else 0.0
+    ranks = read_ranks(folder / jobfiles.RUNTIME)
+    return max((one.beat for one in ranks if one is not None and one.phase is Phase.SAVE), default=0.0)
 
 
 if __name__ == "__main__":

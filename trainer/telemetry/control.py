@@ -82,7 +82,7 @@ def obstacle(run_dir: Path, found: process.Process | None) -> Problem | None:
         return None
     remedy = (
         "ask where the run was started, of compose's service by `docker compose -f FILE exec trainer trainer"
-        f" runs control /output/{run_dir.resolve().name} save` (or sample, or stop); or share its"
+        " runs control RUN save` (or sample, or stop), where RUN is mostly below /output; or share its"
         " TRAINER_RUNTIME_DIR with this place"
     )
     what = "the run's runtime folder is not seen from here"

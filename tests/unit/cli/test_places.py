@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,8 @@ def test_a_name_that_stays_unknown_is_told_and_then_an_error(
     with pytest.raises(LostError):
         places._known(unknown)
     assert capsys.readouterr().err.count("waiting for it") > 1
+    with pytest.raises(ConfigError, match="is not known here"):  # of its own name nobody else is to blame
+        places._known(dataclasses.replace(unknown, number=0))
 
 
 def test_host_0_must_have_the_address_at_which_all_meet() -> None:

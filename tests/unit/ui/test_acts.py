@@ -571,7 +571,7 @@ def test_a_run_that_is_not_seen_from_here_says_where_it_is_asked(
         page = client.get(path).text
         assert (
             'name="order"' not in page
-            and "docker compose -f FILE exec trainer trainer runs control /output/cats save" in page
+            and "docker compose -f FILE exec trainer trainer runs control RUN save" in page
         )
         (folder / "process.json").unlink()
         page = client.get(path).text

@@ -40,7 +40,7 @@ _REFUSED = (
 )  # fmt: skip
 _PICTURE = (112, 112)
 _WORDS = "a red apple on the table"
-_REMEDY = "copy the component again; of a download delete what that file links to and run `trainer fetch`"
+_REMEDY = "copy the component again; of a download delete what its files link to, run `trainer fetch CONFIG`"
 _TOKENS = 4096  # a picture of 1024 x 1024
 _ROUNDING = 1e-5
 # of a file: enough to tell weights from a file that was made and never filled

@@ -201,7 +201,7 @@ def write_lora(context: Context, model: Any, folder: Path, name: str = "") -> Pa
 
 def write_twin(context: Context, model: Any, folder: Path, name: str = "") -> Path | None:
     """Write the adapter on `model` into `folder` as ComfyUI reads it, named as by `write_lora`. Raises
-    StorageError.
+    StorageError, and DataError where it reads back otherwise.
 
     None where ComfyUI takes no LoRA of the family, or has no name for one of its layers, which is said.
     """

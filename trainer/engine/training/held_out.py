@@ -188,12 +188,16 @@ def keep_best(context: Context, model: Any, record: ValidationRecord) -> None:
     comparable = kept is not None and kept["validation_data"] == record.validation_data
     if kept is not None and comparable and kept["validation_loss"] <= record.validation_loss:
         return
-    with atomic.whole_folder(run_dir / FOLDER) as new:
-        path = proof.write_lora(context, model, new)
-        proof.write_twin(context, model, new)
-        row = {"file": path.name, **written_values(record)}
-        # last: with it the folder is whole
-        atomic.write_text(new / RECORD, json.dumps(row, indent=1, sort_keys=True) + "\n")
+    try:
+        with atomic.whole_folder(run_dir / FOLDER) as new:
+            path = proof.write_lora(context, model, new)
+            proof.write_twin(context, model, new)
+            row = {"file": path.name, **written_values(record)}
+            # last: with it the folder is whole
+            atomic.write_text(new / RECORD, json.dumps(row, indent=1, sort_keys=True) + "\n")
+    except DataError as error:  # read back otherwise: training goes on
+        context.say(f"the LoRA of step {record.step} is not kept as the best: {error.problems[0].what}")
+        return
     context.say(f"best so far: step {record.step}, held-out loss {record.validation_loss:.4g}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,6 +99,17 @@ def _drawn_as(context: Context, number: int, prompt: Prompt) -> dict[str, str]:
     return {"prompt": redacted(prompt.entry.caption), **settings}
 
 
+def _is_drawn(text: Mapping[str, str], image: Image.Image, drawn_as: Mapping[str, str]) -> bool:
+    """Whether a preview was drawn so. Those with control images said once that they are square, whatever
+    their size.
+    """
+    if text == drawn_as:
+        return True
+    size = {"width": str(image.width), "height": str(image.height)}
+    square = text.get("width") == text.get("height")
+    return square and {**text, **size} == drawn_as and "controls" in drawn_as
+
+
 def write_before_after(context: Context, entries: Entries, step: int) -> None:
     """Put the previews of the base model over those of `step`, and say where.
 
@@ -114,7 +125,7 @@ def write_before_after(context: Context, entries: Entries, step: int) -> None:
             fault = "shows another prompt, or was drawn with other settings"
             try:
                 image, text = pictures.read_png(path)
-                if text == _drawn_as(context, number, entries.prompts[number]):
+                if _is_drawn(text, image, _drawn_as(context, number, entries.prompts[number])):
                     images.append(pictures.compared(image))
                     continue
             except FileNotFoundError:

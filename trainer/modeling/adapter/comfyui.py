@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from trainer.errors import DataError
+from trainer.files import atomic
 from trainer.modeling.adapter.lora import effective_change
 from trainer.modeling.adapter.targets import pattern_value
 from trainer.modeling.tensor_file import write_tensors
@@ -36,8 +37,8 @@ def write_comfyui(
     """Write `state`, peft's tensors by name; `config` is peft's, `key_of` as `Family.comfyui_keys`.
 
     `weight_of` gives a layer's frozen weight, which only a DoRA needs; `swapped` as `Family.comfyui_swaps`.
-    The file is read back: it has every bit that was written. Raises DataError where it has not, and for a
-    layer that ComfyUI does not know.
+    The file is read back: it has every bit that was written. Raises StorageError, and DataError where it has
+    not, and for a layer that ComfyUI does not know.
     """
     tensors: dict[str, torch.Tensor] = {}
     for module, parts in by_module(state).items():
@@ -62,7 +63,7 @@ def write_comfyui(
                 found["dora_scale"] = torch.cat(scale.chunk(2)[::-1]) if module in swapped else scale
         tensors |= {f"{prefix}.{part}": tensor.contiguous() for part, tensor in found.items()}
     written = write_tensors(path, tensors, {"format": "pt", **metadata}, None)
-    with path.open("rb") as file:
+    with atomic.reading_told(path), path.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != written:
             what = "the file read back from disk is not what was written"
             raise DataError(what, where=str(path), remedy="look at this disk and at the machine's memory")

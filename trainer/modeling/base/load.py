@@ -165,7 +165,7 @@ def shard_files(folder: Path) -> list[Path]:
         raise AccessError(
             found.lacking,
             where=str(folder),
-            remedy="run `trainer fetch`, or convert the model to safetensors",
+            remedy="run `trainer fetch CONFIG`, or convert the model to safetensors",
         )
     return list(found.files)
 
@@ -318,7 +318,7 @@ def _from_pretrained(component_class: Any, folder: Path, dtype: torch.dtype) -> 
 
     options: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
     options["dtype" if issubclass(component_class, transformers.PreTrainedModel) else "torch_dtype"] = dtype
-    remedy = "copy the component again; of a download delete what its files link to and run `trainer fetch`"
+    remedy = "copy the component again; of a download delete what it links to, and run `trainer fetch CONFIG`"
     try:
         module, found = component_class.from_pretrained(folder, **options)
     except (OSError, ValueError, SafetensorError) as error:

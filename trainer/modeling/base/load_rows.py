@@ -107,7 +107,7 @@ class _Filling:
                 f"{numbered(len(self._missing), 'tensor of the model is', 'tensors of the model are')}"
                 f" in none of its files, first {min(self._missing)}",
                 where=str(self._structure.folder),
-                remedy="the download may be incomplete: run `trainer fetch` again",
+                remedy="the download may be incomplete: run `trainer fetch CONFIG` again",
             )
 
 

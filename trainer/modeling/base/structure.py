@@ -93,7 +93,7 @@ class Structure:
             raise AccessError(
                 f"{which} in none of its files, first {missing[0]}",
                 where=str(self.folder),
-                remedy="the download may be incomplete: run `trainer fetch` again",
+                remedy="the download may be incomplete: run `trainer fetch CONFIG` again",
             )
         for name, module in self.module.named_modules():
             if name not in elsewhere:

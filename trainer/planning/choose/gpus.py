@@ -216,7 +216,7 @@ def travel_counted(situation: Situation) -> str:
         return f"what travels is guessed at {rate}, as over two H200's NVLink: no rate was measured here"
     if roofline.gathered_bytes(link) == roofline.GATHERED_BYTES:
         return f"what travels is counted at {rate}, as over two H200's NVLink: the probe found no slower way"
-    by = "copies" if link.gib_per_second else "exchange"
+    by = "exchange" if roofline.gathered_bytes(link) == roofline.exchanged_bytes(link) else "copies"
     return f"what travels is counted at {rate}, of the probe's {by}"
 
 

@@ -90,6 +90,8 @@ _PEER_COPY_BYTES = 370e9
 """Copies from another GPU's memory over NVLink, in bytes a second, measured on two H200."""
 GATHERED_BYTES = 270e9
 """Rate at which NCCL gathers and sums over NVLink, in bytes a second: two H200, 2 GiB at once."""
+_TOO_SOON_BYTES = 100e9
+"""Bytes a second above which the probe's exchange says little: below them 64 MiB take a millisecond."""
 _SHOWN_OF_GATHERING = 0.95
 """Time that gathering weights in rows and summing their gradients adds to a micro-batch, as a share of what
 the bytes take at that rate: fitted to six full fine-tunes of two models in bf16, on two and on four H200 of
@@ -187,17 +189,20 @@ def speed(
 
 def gathered_bytes(link: LinkVerdict | None) -> float:
     """Bytes a second that a rank receives of weights in rows: as over NVLink, but no more than the probe's
-    copies had, nor where GPUs do not read each other than its exchange.
+    copies had, nor than its exchange where GPUs do not read each other, or where that was slow.
 
-    Beside fast copies the exchange is not asked: 64 MiB are over too soon, and had 170 to 390 GB/s on hosts
-    whose steps took equally long.
+    A fast exchange of 64 MiB is over too soon to tell: it had 170 to 390 GB/s on hosts whose steps took
+    equally long.
     """
     if link is None:
         return GATHERED_BYTES
-    return min(link.gib_per_second * GIB or _exchanged_bytes(link) or GATHERED_BYTES, GATHERED_BYTES)
+    copied, exchanged = link.gib_per_second * GIB, exchanged_bytes(link)
+    if copied and exchanged > _TOO_SOON_BYTES:
+        exchanged = 0.0
+    return min(copied or GATHERED_BYTES, exchanged or GATHERED_BYTES, GATHERED_BYTES)
 
 
-def _exchanged_bytes(link: LinkVerdict) -> float:
+def exchanged_bytes(link: LinkVerdict) -> float:
     """Bytes a second of an exchange, 0 unmeasured: the probe's are gradients, and sums of twice as many."""
     if not link.exchange_ms:
         return 0.0

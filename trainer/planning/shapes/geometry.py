@@ -332,7 +332,7 @@ def stored_component(folder: Path, name: str, role: Role, *, base: str = "") -> 
         raise AccessError(
             f"no weights for {name}",
             where=str(folder),
-            remedy="the download may be incomplete: run `trainer fetch` again",
+            remedy="the download may be incomplete: run `trainer fetch CONFIG` again",
         )
     return found
 

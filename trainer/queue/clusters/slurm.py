@@ -173,9 +173,8 @@ def _gpus(request: Request, options: Sequence[str]) -> tuple[str, ...]:
         return ()
     if request.count == 1:
         return ("--gpus-per-node=1",)
-    # a written number counts the GPUs of all nodes, which Slurm would take wherever they are free; the user's
-    # own --nodes comes later and counts
-    return "--nodes=1", f"--gpus={request.count}"
+    # a written number counts the GPUs of all nodes, which Slurm would take wherever they are free
+    return *(() if _name_nodes(options) else ("--nodes=1",)), f"--gpus={request.count}"
 
 
 def _own_options(environ: Mapping[str, str]) -> list[str]:
@@ -193,6 +192,14 @@ def _name_gpus(options: Sequence[str]) -> bool:
         if (name == "--gres" or name.startswith("--tres-per-")) and _GPU_RESOURCE.search(value or following):
             return True
     return False
+
+
+def _name_nodes(options: Sequence[str]) -> bool:
+    """Whether the user's options say which nodes, or how many: Slurm refuses two of them with --nodes=1."""
+    long = ("--nodes", "--nodelist", "--nodefile", "--ntasks")
+    return any(
+        option.partition("=")[0] in long or option[:2] in ("-N", "-w", "-F", "-n") for option in options
+    )
 
 
 def _has_steps(job: str) -> bool:

@@ -122,7 +122,9 @@ def _api_key() -> str | None:
     if environment.read("WANDB_API_KEY") or file is None:
         return environment.read("WANDB_API_KEY")
     try:
-        return Path(file).expanduser().read_text().strip()
+        path = Path(file).expanduser()
+        # compose's file for no key, which this user may not read where the umask was 027
+        return path.read_text().strip() if not path.is_file() or path.stat().st_size else ""
     except (OSError, ValueError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         remedy = "name a file that this user may read, and that holds the key alone"

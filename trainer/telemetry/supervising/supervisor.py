@@ -82,9 +82,9 @@ def supervise(
     `ranks`, the others' parents call `supervise_one` once `on_ready` was called here. `on_end` is called with
     the exit code, and the cause where the child has not told it, while the folder is held. SIGTERM, SIGINT
     and SIGHUP ask the child to save and end (75), a second SIGINT kills it (130). One that is silent for two
-    phase budgets, or does not end within the save budget after it was asked, is killed (74); one that a
-    signal ended gives 71 for an OOM kill, else 128 + signal. Raises ConfigError when port or folder is taken,
-    StoppedError when a run that was to end keeps the folder.
+    phase budgets, or does not end within the save budget after it was asked or last got on with saving, is
+    killed (74); one that a signal ended gives 71 for an OOM kill, else 128 + signal. Raises ConfigError when
+    port or folder is taken, StoppedError when a run that was to end keeps the folder.
     """
     runtime_dir.mkdir(parents=True, exist_ok=True)
     with holding(runtime_dir) as lock, collected() as received, contextlib.ExitStack() as serving:
@@ -295,10 +295,10 @@ class _Watch:
             self._look_at_heartbeats(ranks, now)
             self._look_at_requests(ranks[0])
         grace = status.BUDGET_SECONDS[Phase.SAVE] * self.limits.budget_scale
-        # a checkpoint of hundreds of GiB takes as long as it takes: from its beats on silence counts
         saved = max((one.beat for one in ranks if one is not None and one.phase is Phase.SAVE), default=0.0)
         if self._asked is not None and now - max(self._asked[0], saved) > grace:
-            self._kill(ExitCode.HUNG, f"killed: it did not end within {grace:.1f} s after it was asked to")
+            since = "it was asked to" if saved < self._asked[0] else "it last got on with saving"
+            self._kill(ExitCode.HUNG, f"killed: it did not end within {grace:.1f} s after {since}")
         self._trained = self._trained or any(one is not None and one.phase is Phase.TRAIN for one in ranks)
         if self.unified_memory:
             self._look_at_memory(now)
