@@ -166,6 +166,14 @@ BAD_RECORDS: dict[str, tuple[object, str, str]] = {
         "message 2 has `reasoning_content`, which is not read",
         "only text is learned",
     ),
+    **{
+        f"thinking apart, {name}": (
+            {"messages": [ASKED, {**ANSWERED, name: "Well."}]},
+            f"message 2 has `{name}`, which is not read",
+            "only text is learned",
+        )
+        for name in ("thinking", "reasoning")
+    },
     "sharegpt role": (sharegpt(("human", "a"), ("bot", "b")), "role: 'bot'", "`from` is one of human, gpt"),
     "sharegpt tool": (sharegpt(("human", "a"), ("function_call", "b")), "role: 'function_call'", "one of"),
     "sharegpt text": ({"conversations": "Hi"}, "no list", '"conversations": [{'),

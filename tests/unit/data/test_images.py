@@ -80,6 +80,14 @@ def test_an_unknown_orientation_is_no_orientation(tmp_path: Path) -> None:
     assert read_image(path).size == (48, 32)
 
 
+@pytest.mark.parametrize("image_format", ["PNG", "WEBP"])
+def test_a_damaged_exif_block_is_told_as_one(tmp_path: Path, image_format: str) -> None:
+    path = saved(tmp_path / "a", quadrants(), image_format, exif=b"Exif\0\0garbage and more")
+    with pytest.raises(DataError, match="is whole, and the EXIF block in it is damaged") as told:
+        read_image(path)
+    assert "exiftool" in str(told.value)
+
+
 @pytest.mark.parametrize("mode", ["RGBA", "LA"])
 def test_transparency_is_laid_over_white(tmp_path: Path, mode: str) -> None:
     layer = Image.new(mode, (20, 20), (0, 0, 0, 0) if mode == "RGBA" else (0, 0))

@@ -158,6 +158,18 @@ def test_folders_of_masks_and_controls_hold_no_samples(tmp_path: Path) -> None:
     assert [control.path for control in found.controls] == [tmp_path / "before" / "a.png"]
 
 
+@pytest.mark.parametrize("kind", ["control_dir", "mask_dir"])
+def test_samples_below_their_controls_or_masks_are_none(tmp_path: Path, kind: str) -> None:
+    """Pictures before the edit lie on top, those after it in a folder of their own."""
+    (tmp_path / "target").mkdir()
+    write_pair(tmp_path / "target", "a.png")
+    (tmp_path / "a.png").write_bytes(encoded(picture()))
+    one = DataSet(img_dir=tmp_path / "target", **{kind: tmp_path})  # type: ignore[arg-type]
+    (found,) = scan(one, controls=(0, 1))
+    partner = found.mask if kind == "mask_dir" else found.controls[0]
+    assert partner is not None and partner.path == tmp_path / "a.png"
+
+
 def test_a_mask_is_cut_as_its_image_is(tmp_path: Path) -> None:
     masks = tmp_path / "masks"
     masks.mkdir()

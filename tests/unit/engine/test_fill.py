@@ -33,7 +33,8 @@ from trainer.engine.caching.fill import FillReport, fill_cache
 from trainer.engine.caching.pictures import Pictures
 from trainer.engine.caching.store import Cache
 from trainer.engine.ranks import ALONE, Ranks
-from trainer.errors import DivergedError, StoppedError
+from trainer.errors import DataError, DivergedError, StoppedError
+from trainer.families.conversations import ConversationError
 from trainer.telemetry.status import Phase
 
 PARTS = {"encoder": "tiny", "dtype": "fp32"}
@@ -108,6 +109,23 @@ def run(
             raise StoppedError("asked to stop")
 
     return encoders, filled(cache, entries, encoders.open, stop_check=stop_check, verify=verify)
+
+
+def test_conversations_that_all_fail_are_told_and_no_hang(cache: Cache) -> None:
+    """Each beats: a large file with one fault would be killed as hung before it says which."""
+
+    @contextlib.contextmanager
+    def refusing(*_: object) -> Iterator[Callable[..., object]]:
+        def encode(entry: Entry, pictures: Pictures) -> object:
+            raise ConversationError("the template does not write a system message")
+
+        yield encode
+
+    seen: list[tuple[str, int, int]] = []
+    with pytest.raises(DataError, match="does not write a system message"):
+        filled(cache, TEXTS, refusing, seen=seen)
+    beats = [row for row in seen if row[0] is Phase.CACHE]
+    assert len(beats) >= len(TEXTS) and {step for _, step, _ in beats} == {0}
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ _UNREAD_KEYS: dict[str, tuple[object, ...]] = {
     "tool_calls": (None, []),
     "function_call": (None,),
     "reasoning_content": (None, ""),
+    "reasoning": (None, ""),
+    "thinking": (None, ""),
     # said of a message that it is not to be learned: `data.learn` says it of all
     "weight": (None, 1),
     "train": (None, True),

@@ -247,8 +247,7 @@ def _decode(data: bytes, where: str) -> tuple[ImageFile.ImageFile, int]:
             image = Image.open(io.BytesIO(data), formats=_FORMATS)
             _refuse_more_frames(image, where)
             image.load()
-            # after load(): png may carry EXIF behind the pixels
-            orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
+            orientation = _orientation(image, where)
     except Image.DecompressionBombError as error:
         what = "the picture claims more than 178 million pixels, which may be a decompression bomb"
         raise DataError(what, where=where, remedy="scale it down, or remove it") from error
@@ -260,7 +259,20 @@ def _decode(data: bytes, where: str) -> tuple[ImageFile.ImageFile, int]:
     except _DECODE_ERRORS as error:
         what, remedy = _undecodable(data, error)
         raise DataError(what, where=where, remedy=remedy) from error
-    return image, orientation if isinstance(orientation, int) else 1
+    return image, orientation
+
+
+def _orientation(image: Image.Image, where: str) -> int:
+    """The EXIF orientation of a picture that is loaded, since png may carry EXIF behind the pixels; 1 without
+    one. Raises DataError where it cannot be told.
+    """
+    try:
+        found = image.getexif().get(_EXIF_ORIENTATION, 1)
+    except _DECODE_ERRORS as error:
+        what = f"the picture is whole, and the EXIF block in it is damaged: {error}"
+        remedy = "save the picture again, or remove the block: exiftool -exif:all= FILE"
+        raise DataError(what, where=where, remedy=remedy) from error
+    return found if isinstance(found, int) else 1
 
 
 def _refuse_more_frames(image: Image.Image, where: str) -> None:

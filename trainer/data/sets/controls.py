@@ -101,8 +101,8 @@ def _pair_controls(
 
 
 def pair_stems(listing: Listing, folders: Sequence[Path], noun: str) -> Pairs:
-    """Files of equal stem in other folders, one in each, by image."""
-    listings = [list_folder(folder) for folder in folders]
+    """Files of equal stem in other folders, one in each, by image, whose own folder may lie in these."""
+    listings = [list_folder(folder, apart=(listing.folder,)) for folder in folders]
     problems = [problem for others in listings for problem in others.problems]
     found: dict[Path, tuple[Path, ...]] = {image: () for image in listing.images}
     # also of images that cannot be used: their partners are no second mistake

@@ -124,6 +124,7 @@ def _encode_share(
             except ConversationError as error:
                 assert isinstance(entry, TextEntry), "only texts are conversations"
                 problems += [dataclasses.replace(one, where=entry.place) for one in error.problems]
+                on_done(told, total)  # a file of nothing else is no hang
                 continue
             bad = next((name for name, one in tensors.items() if not one.isfinite().all()), None)
             if bad is not None:  # cached, it would poison every later run
