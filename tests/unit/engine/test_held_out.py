@@ -14,6 +14,7 @@ from tests import killed
 from trainer.engine.records.resume import put_back
 from trainer.engine.results import proof
 from trainer.engine.training import held_out
+from trainer.errors import DataError
 from trainer.telemetry.sinks.records import ValidationRecord, written_values
 from trainer.telemetry.status import Phase
 
@@ -67,6 +68,25 @@ def test_only_a_lower_loss_on_the_same_samples_takes_the_place(tmp_path: Path) -
     assert kept(tmp_path) == (5, 9.0)
     held_out.restore_best(context(tmp_path), 0)
     assert held_out.read_best(tmp_path) is None
+
+
+def test_a_lora_that_reads_back_otherwise_ends_no_run_and_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_out.keep_best(context(tmp_path), 1, record(1, 2.0))
+
+    def differs(*_: object) -> None:
+        raise DataError("the file read back from disk is not what was written")
+
+    said: list[str] = []
+    told = context(tmp_path)
+    told.say = said.append
+    with monkeypatch.context() as patch:
+        patch.setattr(proof, "write_twin", differs)
+        held_out.keep_best(told, 2, record(2, 1.0))
+    why = "the file read back from disk is not what was written"
+    assert said == [f"the LoRA of step 2 is not kept as the best: {why}"]
+    assert kept(tmp_path) == (1, 2.0)
 
 
 def keep(step: int, loss: float) -> Callable[[Path], None]:

@@ -286,3 +286,15 @@ def test_pictures_that_were_made_smaller_before_are_shown_alike(size: tuple[int,
     whole = [[Image.fromarray(one)] for one in noise]
     smaller = [[pictures.compared(image) for image in images] for images in whole]
     assert before_after(smaller, ["a"], TITLES).tobytes() == before_after(whole, ["a"], TITLES).tobytes()
+
+
+def test_a_preview_that_said_once_that_it_is_square_is_the_same_one() -> None:
+    """Before pictures with a control image had their own size in their text."""
+    now = {"prompt": "a cat", "seed": "1", "controls": "abc", "width": "96", "height": "32"}
+    drawn, square = Image.new("RGB", (96, 32)), {**now, "width": "64", "height": "64"}
+    assert preview._is_drawn(now, drawn, now) and preview._is_drawn(square, drawn, now)
+    assert not preview._is_drawn({**square, "seed": "2"}, drawn, now)
+    assert not preview._is_drawn(square, Image.new("RGB", (64, 64)), now)  # of another resolution
+    assert not preview._is_drawn({**now, "width": "80"}, drawn, now)
+    alone = {name: text for name, text in now.items() if name != "controls"}
+    assert not preview._is_drawn({**alone, "width": "64", "height": "64"}, drawn, alone)
