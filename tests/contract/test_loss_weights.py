@@ -114,15 +114,17 @@ def test_captions_that_will_be_cut_are_listed_first(
         (folder / f"{name}.png").write_bytes(source.read_bytes())
         (folder / f"{name}.txt").write_text(caption)
     job = workshop.job(
-        FLUX, tmp_path / "run", "train.max_train_steps=1", "validation.prompts=[]", "validation.held_out=0",
-        f"data.sets=[{{img_dir: {folder}}}]",
+        FLUX, tmp_path / "run", "train.max_train_steps=1", "validation.held_out=0",
+        f"validation.prompts=[a pear, {'pear ' * 30}]", f"data.sets=[{{img_dir: {folder}}}]",
     )  # fmt: skip
     with caplog.at_level(logging.WARNING):
         job.train()
     count = job.context.family.caption_tokens(job.context.source)
     assert count is not None
     assert f"{folder / 'long.png'}: {count(' '.join(['apple'] * 40))} tokens" in caplog.text
-    assert "1 caption is longer than data.max_sequence_length, 16 tokens" in caplog.text
+    assert f"validation.prompts, prompt 2: {count(' '.join(['pear'] * 30))} tokens" in caplog.text
+    assert "longer than data.max_sequence_length, 16 tokens: 1 caption, 1 prompt." in caplog.text
+    assert "prompt 1:" not in caplog.text
     assert f"{folder / 'short.png'}: {count('apple')}" not in caplog.text
 
 

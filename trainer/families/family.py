@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from trainer.config.schema import RunConfig, ValidationSection
+    from trainer.config.schema import DataSet, RunConfig, ValidationSection
     from trainer.data.records import Scan
     from trainer.modeling.base.source import ModelSource
 
@@ -190,9 +190,14 @@ class Family:
     attention_shape: Callable[[Mapping[str, Any], Shape], AttentionShape]
     """The run's attention call, for the kernel probe, by the trained component's config."""
 
-    def scan(self, config: RunConfig, progress: Callable[[int, int], None] | None) -> Scan:
-        """All samples of the run, checked; raises DataError with every problem found, or lists what was left
-        out, as `data.on_bad_file` says."""
+    def scan(
+        self,
+        config: RunConfig,
+        progress: Callable[[int, int], None] | None,
+        beside: Sequence[DataSet] = (),
+    ) -> Scan:
+        """All samples of the run's sets, checked, without folders of sets in `beside`; raises DataError with
+        every problem found, or lists what was left out, as `data.on_bad_file` says."""
         from trainer.data import chat
         from trainer.data.sets.scan import scan_images
 
@@ -201,6 +206,7 @@ class Family:
         data = config.data
         return scan_images(
             data.sets,
+            beside=beside,
             resolution=data.resolution,
             multiple=self.pixel_multiple,
             controls=self.control_counts,

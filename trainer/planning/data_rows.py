@@ -157,12 +157,13 @@ def require_template(loaded: Loaded) -> None:
 
 def _require_captions(config: RunConfig, family: Family) -> None:
     """Raise DataError where the run's scan of its pictures would, before it opens one."""
-    from trainer.data.sets.scan import find_images, held_out_set, usable
+    from trainer.data.sets.held_out import held_out_sets
+    from trainer.data.sets.scan import find_images, usable
 
-    held_out, problems = held_out_set(config.validation), list[Problem]()
-    for sets in (config.data.sets, *([(held_out,)] if held_out is not None else [])):
+    training, held_out, problems = config.data.sets, held_out_sets(config.validation), list[Problem]()
+    for sets, beside in ((training, held_out), *([(held_out, training)] if held_out else [])):
         try:
-            usable(find_images(sets, family.control_counts), config.data.on_bad_file)
+            usable(find_images(sets, family.control_counts, beside=beside), config.data.on_bad_file)
         except DataError as error:
             problems += error.problems
     if problems:

@@ -19,6 +19,7 @@ from trainer.config.reading.load import Loaded
 from trainer.config.schema import DataSet, RunConfig, changed
 from trainer.data.conversations.dataset_info import read_entry
 from trainer.data.conversations.files import read_rows
+from trainer.data.sets.held_out import held_out_sets
 from trainer.errors import TrainerError
 from trainer.planning.shapes.set_look import cut, samples
 
@@ -79,7 +80,7 @@ def count(config: RunConfig) -> Counted | None:
     sets = config.data.sets
     if any(one.has_conversations for one in sets):
         return _conversations(config)
-    listed = samples(sets, families.get(config.family))
+    listed = samples(sets, families.get(config.family), beside=held_out_sets(config.validation))
     if listed is None:
         return None
     images = [len(every) for every in listed]
@@ -101,7 +102,7 @@ def _views(config: RunConfig) -> tuple[list[int], bool]:
     sets, family = config.data.sets, families.get(config.family)
     looked: Sequence[bool | None] = (True,) * len(sets)
     if any(one.random_crop > 1 for one in sets):
-        looked = cut(sets, family, config.data.resolution)
+        looked = cut(sets, family, config.data.resolution, beside=held_out_sets(config.validation))
     views = [
         (2 if one.flip else 1) * (1 if some is False else max(1, one.random_crop))
         for one, some in zip(sets, looked, strict=True)

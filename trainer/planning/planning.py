@@ -13,6 +13,7 @@ from trainer.config import environment
 from trainer.config.hosts import ONE, Hosts
 from trainer.config.reading.load import Loaded, with_settings
 from trainer.config.schema import FeaturesSection, RunConfig, changed
+from trainer.data.sets.held_out import held_out_sets
 from trainer.errors import ConfigError, HardwareError, TrainerError
 from trainer.families.family import Family
 from trainer.families.values import AttentionShape
@@ -239,7 +240,9 @@ def _geometries(
     downloads = is_repository(loaded.config)
     # of single samples it does not matter what shapes they have
     looks = caption_tokens is None and loaded.config.train.train_batch_size > 1
-    looked = seen(loaded.config.data.sets, family) if looks else ()
+    config = loaded.config
+    beside = held_out_sets(config.validation)
+    looked = seen(config.data.sets, family, beside=beside) if looks else ()
 
     def geometry_of(changed: RunConfig, dtype: str) -> Geometry:
         return run_geometry(

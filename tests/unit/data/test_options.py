@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import tracemalloc
 from collections import Counter
@@ -156,6 +157,21 @@ def test_folders_of_masks_and_controls_hold_no_samples(tmp_path: Path) -> None:
     (found,) = scan(one, controls=(1, 1))
     assert found.mask is not None and found.mask.path == tmp_path / "masks" / "a.png"
     assert [control.path for control in found.controls] == [tmp_path / "before" / "a.png"]
+
+
+def test_metadata_that_names_a_picture_of_another_set_is_told_so(tmp_path: Path) -> None:
+    write_pair(tmp_path, "a.png")
+    (tmp_path / "b").mkdir()
+    write_pair(tmp_path / "b", "b.png", seed=1)
+    rows = [{"file_name": f"b/{name}.png", "text": "a pear"} for name in ("b", "c")]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sets = [DataSet(img_dir=tmp_path), DataSet(img_dir=tmp_path / "b", repeats=2)]
+    with pytest.raises(DataError) as caught:
+        scan_images(sets, resolution=64, multiple=16, trigger_word=None)
+    other, missing = caught.value.problems
+    assert other.what == "b/b.png is in a folder of another set, of masks or of controls"
+    assert other.where.endswith("metadata.jsonl:1") and "the metadata of b," in other.remedy
+    assert missing.what == "b/c.png is not in the folder" and "correct the name" in missing.remedy
 
 
 @pytest.mark.parametrize("kind", ["control_dir", "mask_dir"])

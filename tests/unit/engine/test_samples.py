@@ -56,6 +56,22 @@ def test_a_held_out_folder_is_read_as_a_set_is_and_not_trained_on(folders: tuple
     assert seen[2:4] == [("checking images", 3, 3), ("checking held-out images", 1, 2)]
 
 
+@pytest.mark.parametrize("inner", ["held-out", "training"])
+def test_one_of_the_folders_may_lie_below_the_other(folders: tuple[Path, Path], inner: str) -> None:
+    train, other = folders
+    if inner == "held-out":
+        other = other.rename(train / "val")
+    else:
+        train = train.rename(other / "train")
+    found = scan(train, img_dir=other)
+    assert [record.path.relative_to(train).as_posix() for record in found.training] == [
+        "a.png",
+        "b.png",
+        "c.png",
+    ]
+    assert [record.path.relative_to(other).as_posix() for record in found.held_out] == ["a.png", "z.png"]
+
+
 def test_a_count_is_taken_from_the_sets(folders: tuple[Path, Path]) -> None:
     found = scan(folders[0], held_out=1)
     assert (len(found.training), len(found.held_out)) == (2, 1)

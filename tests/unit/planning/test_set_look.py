@@ -14,10 +14,11 @@ from tests.unit.planning.conftest import machine
 from tests.unit.planning.test_resolve import row
 from trainer import families
 from trainer.config.reading import load
-from trainer.config.schema import DataSet
+from trainer.config.schema import DataSet, RunConfig
 from trainer.data.pictures import images
 from trainer.data.pictures.buckets import buckets, nearest_bucket
 from trainer.data.sets.scan import scan_images
+from trainer.planning import epochs
 from trainer.planning.planning import plan_run
 from trainer.planning.shapes import set_look
 from trainer.planning.shapes.set_look import samples, seen, shapes_of, stamp
@@ -53,6 +54,24 @@ def test_shapes_are_those_of_what_the_run_reads(family: str) -> None:
     unknown = DataSet(chat_file=REAL_SHAPED / "chats.jsonl")
     assert seen((*sets, unknown), families.get(family)) == () == shapes_of((), 512, 16)
     assert counts(family, *sets, resolution=8) == []
+
+
+def test_held_out_pictures_below_a_set_are_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "val").mkdir()
+    for name in ("a.png", "b.png", "val/c.png"):
+        Image.new("RGB", (64, 64)).save(tmp_path / name)
+        (tmp_path / name).with_suffix(".txt").write_text("a square")
+    data = {"sets": [{"img_dir": tmp_path}], "resolution": 64}
+    config = {
+        **{"family": "flux1_dev", "model": {"pretrained_model_name_or_path": "-"}, "output_dir": "-"},
+        **{"data": data, "validation": {"img_dir": tmp_path / "val"}},
+    }
+    counted = epochs.count(RunConfig.model_validate(config))
+    assert counted is not None and (counted.samples, counted.in_epoch) == (2, 2)
+    one, held_out = DataSet(img_dir=tmp_path), DataSet(img_dir=tmp_path / "val")
+    family = families.get("flux1_dev")
+    assert [weight for _, weight, _ in seen((one,), family, beside=(held_out,))] == [1, 1]
+    assert len(seen((one,), family)) == 3
 
 
 def test_controls_that_metadata_names_are_no_samples(tmp_path: Path) -> None:

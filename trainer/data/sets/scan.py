@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Literal
 
-from trainer.config.schema import DataSet, ValidationSection
+from trainer.config.schema import DataSet
 from trainer.data.caption_text import read_sidecar, with_trigger_word
 from trainer.data.leftout import capped, list_left_out, nothing_left
 from trainer.data.pictures.buckets import buckets, nearest_bucket
@@ -66,6 +67,7 @@ class Found:
 def scan_images(
     sets: Sequence[DataSet],
     *,
+    beside: Sequence[DataSet] = (),
     resolution: int,
     multiple: int,
     trigger_word: str | None,
@@ -75,12 +77,13 @@ def scan_images(
 ) -> Scan:
     """Records of all images of all sets, in order of set and file name, each decoded to its last byte.
 
-    `controls` are the least and most control images of a sample. `progress(done, total)` runs in the calling
-    thread, once per image, and may raise to stop. Raises one DataError with all problems of all sets; with
-    `skip` only for folders that are wrong as a whole, and where nothing would be left.
+    Folders of sets in `beside` hold no samples of these. `controls` are the least and most control images of
+    a sample. `progress(done, total)` runs in the calling thread, once per image, and may raise to stop.
+    Raises one DataError with all problems of all sets; with `skip` only for folders that are wrong as a
+    whole, and where nothing would be left.
     """
     sizes = buckets(resolution, multiple)
-    found = find_images(sets, controls)
+    found = find_images(sets, controls, beside=beside)
     open_images(found, progress=progress)
     records = [
         _record(item, sets[item.set_index], found.good, sizes, trigger_word)
@@ -90,24 +93,14 @@ def scan_images(
     return Scan(records=tuple(records), left_out=found.left_out)
 
 
-def held_out_set(validation: ValidationSection) -> DataSet | None:
-    """The set of samples that are named for the validation loss alone; None where none are."""
-    if not validation.names_samples:
-        return None
-    return DataSet(
-        img_dir=validation.img_dir,
-        control_dir=validation.control_dir,
-        chat_file=validation.chat_file,
-        columns=validation.columns,
-        dataset_info=validation.dataset_info,
-        name=validation.name,
-    )
-
-
-def find_images(sets: Sequence[DataSet], controls: tuple[int, int]) -> Found:
-    """The images of all sets with their captions, in order of set and file name; no picture is opened."""
+def find_images(
+    sets: Sequence[DataSet], controls: tuple[int, int], *, beside: Sequence[DataSet] = ()
+) -> Found:
+    """The images of all sets with their captions, in order of set and file name, none of the sets in
+    `beside`; no picture is opened.
+    """
     found = Found()
-    apart = [folder for one in sets for folder in set_folders(one)]
+    apart = [folder for one in (*sets, *beside) for folder in set_folders(one)]
     for set_index, one in enumerate(sets):
         _list_set(set_index, one, controls, found, apart)
     return found
@@ -204,12 +197,29 @@ def _captions(
             remedy = "write the caption into a text file of this name"
             problems.append(Problem(what="the caption is a folder", where=str(caption), remedy=remedy))
     images = {listing.key(image) for image in listing.images}
-    for name, where in metadata.named.items():
-        if name not in images:
-            what = "is not an image that can be read" if name in names else "is not in the folder"
-            remedy = "correct the name, or remove the line"
-            problems.append(Problem(what=f"{name} {what}", where=where, remedy=remedy))
+    problems += [
+        _no_image(name, where, listing, set(names))
+        for name, where in metadata.named.items()
+        if name not in images
+    ]
     return captions, problems
+
+
+def _no_image(name: str, where: str, listing: Listing, names: Set[str]) -> Problem:
+    """A line of metadata whose name is no sample's."""
+    what, remedy = f"{name} is not in the folder", "correct the name, or remove the line"
+    inside = PurePosixPath(name)
+    if name in names:
+        what = f"{name} is not an image that can be read"
+    elif inside.parent.parts and _is_shown(listing.folder, inside):
+        what = f"{name} is in a folder of another set, of masks or of controls"
+        remedy = f"write the line into the metadata of {inside.parent}, where its set reads it"
+    return Problem(what=what, where=where, remedy=remedy)
+
+
+def _is_shown(folder: Path, inside: PurePosixPath) -> bool:
+    """Whether the file is there and nothing on its way is hidden."""
+    return not any(part.startswith(".") for part in inside.parts) and os.path.isfile(folder / inside)  # noqa: PTH113
 
 
 def _no_caption(image: Path, metadata: Sequence[Path]) -> Problem:

@@ -178,25 +178,31 @@ def _encoders(context: Context, kind: EntryKind) -> Iterator[Encode]:
 
 
 def tell_cut_captions(context: Context, records: Sequence[Record]) -> None:
-    """Warn of every caption with more tokens than `data.max_sequence_length`, with its file and count.
+    """Warn of every caption and prompt with more tokens than `data.max_sequence_length`, with its place and
+    count.
 
     Nothing is told of families that refuse such samples instead of cutting them.
     """
     count, limit = context.family.caption_tokens(context.source), context.config.data.max_sequence_length
     if count is None:
         return
+    numbers = enumerate(context.config.validation.prompts, start=1)
+    prompts = [(f"validation.prompts, prompt {number}", prompt) for number, prompt in numbers]
     tokens: dict[str, int] = {}
-    lines: dict[str, None] = {}
-    for record in records:
-        if record.caption not in tokens:
+    cut: dict[str, dict[str, None]] = {"caption": {}, "prompt": {}}
+    for kind, place, text in (
+        *(("caption", str(record.path), record.caption) for record in records),
+        *(("prompt", *one) for one in prompts),
+    ):
+        if text not in tokens:
             context.alive(Phase.LOAD)
-            tokens[record.caption] = count(record.caption)
-        if tokens[record.caption] > limit:
-            lines[f"{record.path}: {tokens[record.caption]} tokens"] = None
-    if not lines:
+            tokens[text] = count(text)
+        if tokens[text] > limit:
+            cut[kind][f"{place}: {tokens[text]} tokens"] = None
+    if not any(cut.values()):
         return
     _log.warning(
-        "%d caption%s than data.max_sequence_length, %d tokens: the rest is not read\n%s",
-        len(lines), " is longer" if len(lines) == 1 else "s are longer", limit,
-        first_lines([*lines], _CUT_SHOWN),
+        "longer than data.max_sequence_length, %d tokens: %s. The rest of them is not read\n%s",
+        limit, ", ".join(numbered(len(lines), kind) for kind, lines in cut.items() if lines),
+        first_lines([line for lines in cut.values() for line in lines], _CUT_SHOWN),
     )  # fmt: skip

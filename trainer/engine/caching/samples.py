@@ -13,7 +13,7 @@ from trainer.data.pictures.opened import measure_controls
 from trainer.data.pictures.variants import with_variants
 from trainer.data.records import Control, ImageRecord, LeftOut, Record, Scan
 from trainer.data.sampler import held_out_split
-from trainer.data.sets.scan import held_out_set
+from trainer.data.sets.held_out import held_out_sets
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.families.family import Family
 from trainer.words.plurals import numbered
@@ -45,22 +45,23 @@ def scan_samples(
     problems of all folders.
     """
     noun = f"{family.sample_kind}s"
-    scans = {f"checking {noun}": config}
-    validation, separate = config.validation, held_out_set(config.validation)
-    if separate is not None:
+    validation, separate = config.validation, held_out_sets(config.validation)
+    scans = {f"checking {noun}": (config, separate)}
+    if separate:
         # captions, sizes and trigger word as in training
-        data = config.data.model_copy(update={"sets": (separate,)})
-        scans[f"checking held-out {noun}"] = config.model_copy(update={"data": data})
+        data = config.data.model_copy(update={"sets": separate})
+        held_out_config = config.model_copy(update={"data": data})
+        scans[f"checking held-out {noun}"] = (held_out_config, config.data.sets)
     found: list[Scan] = []
     problems: list[Problem] = []
-    for what, scanned in scans.items():
+    for what, (scanned, beside) in scans.items():
         try:
-            found.append(family.scan(scanned, progress and functools.partial(progress, what)))
+            found.append(family.scan(scanned, progress and functools.partial(progress, what), beside))
         except DataError as error:
             problems += error.problems
     if problems:
         raise DataError(problems)
-    if separate is not None:
+    if separate:
         training, held_out = (tuple(one.records) for one in found)
         _require_untrained(training, held_out)
     else:

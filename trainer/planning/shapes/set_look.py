@@ -36,22 +36,24 @@ the set it stands for, and how often each of these comes in an epoch.
 """
 
 
-def samples(sets: Sets, family: Family) -> tuple[tuple[Sample, ...], ...] | None:
-    """The samples of each set; None where the sets are no folders of this disk that are counted at once."""
-    return _samples(sets, family.control_counts, stamp(sets))
+def samples(sets: Sets, family: Family, *, beside: Sets = ()) -> tuple[tuple[Sample, ...], ...] | None:
+    """The samples of each set, without folders of the sets in `beside`; None where the sets are no folders of
+    this disk that are counted at once.
+    """
+    return _samples(sets, beside, family.control_counts, stamp(sets))
 
 
-def seen(sets: Sets, family: Family) -> tuple[Seen, ...]:
+def seen(sets: Sets, family: Family, *, beside: Sets = ()) -> tuple[Seen, ...]:
     """Some samples of each set; empty where the samples of one, or all of their sizes, are not known."""
-    looked = _seen(sets, family.control_counts, stamp(sets))
+    looked = _seen(sets, beside, family.control_counts, stamp(sets))
     return tuple(itertools.chain.from_iterable(looked)) if all(looked) else ()
 
 
-def cut(sets: Sets, family: Family, resolution: int) -> tuple[bool | None, ...]:
+def cut(sets: Sets, family: Family, resolution: int, *, beside: Sets = ()) -> tuple[bool | None, ...]:
     """For each set whether a picture of it is cut to its bucket, as one that has the bucket's shape is not;
     None where that is not known.
     """
-    looked, multiple = _seen(sets, family.control_counts, stamp(sets)), family.pixel_multiple
+    looked, multiple = _seen(sets, beside, family.control_counts, stamp(sets)), family.pixel_multiple
     if not looked or resolution < multiple:
         return (None,) * len(sets)
     sizes, found = buckets(resolution, multiple), list[bool | None]()
@@ -111,12 +113,15 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 @functools.lru_cache(maxsize=8)
-def _samples(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[tuple[Sample, ...], ...] | None:
+def _samples(
+    sets: Sets, beside: Sets, controls: tuple[int, int], stamp: Stamp
+) -> tuple[tuple[Sample, ...], ...] | None:
     found = []
     for one in sets:
         if one.img_dir is None or not _is_small(one.img_dir):
             return None
-        apart = [folder for other in sets for folder in set_folders(other) if folder != one.img_dir]
+        others = (*sets, *beside)
+        apart = [folder for other in others for folder in set_folders(other) if folder != one.img_dir]
         listing, _, _, pairs = read_set(one, one.img_dir, apart, controls)
         before = pairs.found if controls[1] else {}
         found.append(tuple((path, *before.get(path, ())) for path in listing.images))
@@ -124,12 +129,12 @@ def _samples(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[tuple
 
 
 @functools.lru_cache(maxsize=8)
-def _seen(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[tuple[Seen, ...], ...]:
+def _seen(sets: Sets, beside: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[tuple[Seen, ...], ...]:
     """Some samples of each set; none of one whose sizes are not known."""
     from trainer.data.pictures.images import claimed_size
 
     found = []
-    for one, every in zip(sets, _samples(sets, controls, stamp) or (), strict=False):
+    for one, every in zip(sets, _samples(sets, beside, controls, stamp) or (), strict=False):
         # by chance: names often take turns
         chosen = random.Random(0).sample(range(len(every)), min(len(every), _MOST_LOOKED_AT))
         sizes = [tuple(map(claimed_size, every[number])) for number in sorted(chosen)]
