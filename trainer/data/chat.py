@@ -71,7 +71,7 @@ def scan(config: RunConfig, progress: Callable[[int, int], None] | None) -> Scan
     files: list[_File] = []
     for index, one in enumerate(config.data.sets):
         try:
-            files.append(_open(index, one, [file.path for file in files]))
+            files.append(_open(index, one, files))
         except DataError as error:
             fatal = True
             problems += error.problems
@@ -98,7 +98,7 @@ def scan(config: RunConfig, progress: Callable[[int, int], None] | None) -> Scan
     return Scan(records=tuple(records), left_out=list_left_out(problems, {}))
 
 
-def _open(index: int, one: DataSet, others: Sequence[Path]) -> _File:
+def _open(index: int, one: DataSet, others: Sequence[_File]) -> _File:
     """A set's file with its rows. Raises DataError; also for a file that is one of the `others`."""
     layout = layout_of_columns(one.columns.named) if one.columns is not None else None
     if one.dataset_info is not None:
@@ -107,9 +107,12 @@ def _open(index: int, one: DataSet, others: Sequence[Path]) -> _File:
     else:
         assert one.chat_file is not None, "the configuration was checked"
         path = one.chat_file
-    if os.path.realpath(path) in {os.path.realpath(other) for other in others}:
-        remedy = "remove one of the two, and write `repeats: 2` in the other"
-        raise DataError("the file is a set already", where=str(path), remedy=remedy)
+    for other in others:
+        if os.path.realpath(path) == os.path.realpath(other.path):
+            remedy = "remove one of the two, and write `repeats: 2` in the other"
+            if layout is not None and other.given and layout != other.layout:
+                remedy = "name a copy of the file: one file has one layout"
+            raise DataError("the file is a set already", where=str(path), remedy=remedy)
     rows = read_rows(path, layout)
     given = layout is not None
     return _File(index=index, repeats=one.repeats, path=path, given=given, rows=rows, layout=layout)

@@ -380,6 +380,12 @@ MEANING: dict[str, Bad] = {
         "    - img_dir: images\n    - img_dir: ./images/../images",
         ("c.yaml:7", "is a set already (c.yaml:6)", "`repeats: 2`"),
     ),
+    "one file with two layouts": changed(
+        "    - img_dir: images",
+        "    - {chat_file: a.jsonl, columns: {prompt: en, response: fr}}\n"
+        "    - {chat_file: a.jsonl, columns: {prompt: fr, response: en}}",
+        ("c.yaml:7", "is a set already (c.yaml:6)", "a copy of the file"),
+    ),
     "held out two ways": added(
         "validation:\n  held_out: 2\n  img_dir: others\n",
         ("c.yaml:10", "`validation.held_out: 2` (c.yaml:9) both say what is held out", "choose one"),

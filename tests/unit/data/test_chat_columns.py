@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -336,3 +337,15 @@ def test_a_file_that_is_a_set_already(tmp_path: Path) -> None:
     (problem,) = told(one, {"chat_file": tmp_path / "data" / "a.json"})
     assert problem.what == "the file is a set already"
     assert "repeats: 2" in problem.remedy
+
+
+def test_a_file_with_other_columns_is_no_second_set_but_a_copy_of_it_is(tmp_path: Path) -> None:
+    """A translation is learned both ways."""
+    file = write(tmp_path / "a.jsonl", {"en": "a pear", "fr": "une poire"})
+    there = {"chat_file": file, "columns": {"prompt": "en", "response": "fr"}}
+    back = {"chat_file": file, "columns": {"prompt": "fr", "response": "en"}}
+    (problem,) = told(there, back)
+    assert problem.what == "the file is a set already" and "a copy of the file" in problem.remedy
+    copy = shutil.copy(file, tmp_path / "b.jsonl")
+    first, second = conversations(there, back | {"chat_file": copy})
+    assert [one["content"] for one in (*first, *second)] == ["a pear", "une poire", "une poire", "a pear"]

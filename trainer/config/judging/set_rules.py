@@ -78,7 +78,11 @@ def _same_set_twice(context: Context) -> Iterator[Clash]:
     for key, path in _training_sets(context.config):
         first = seen.setdefault(os.path.realpath(path), key)
         if first != key:
-            yield {"key": key, "path": str(path), "first": context.source(first)}
+            sets = [context.config.data.sets[int(one.split(".")[2])] for one in (first, key)]
+            remedy = "remove it, and write `repeats: 2` in the other"
+            if sets[0].columns != sets[1].columns:
+                remedy = "name a copy of the file: one file has one layout"
+            yield {"key": key, "path": str(path), "first": context.source(first), "remedy": remedy}
 
 
 def _held_out(validation: ValidationSection) -> tuple[str, Path | None]:
@@ -127,7 +131,7 @@ RULES: tuple[Rule[Context], ...] = (
     Rule(("validation",), _held_out_twice, "`{key}` and `{first}` both name held-out samples",
          "remove one of them"),
     Rule(("data.sets",), _same_set_twice, "`{key}`: {path} is a set already ({first})",
-         "remove it, and write `repeats: 2` in the other"),
+         "{remedy}"),
     Rule(("data.sets",), lambda at: all(one.is_reg for one in at.config.data.sets),
          "every one of `data.sets` is a regularisation set",
          "add the set to be learned, or leave is_reg out", at=("data.sets.0.is_reg",)),
