@@ -206,6 +206,20 @@ def test_dropout_repeats_also_where_blocks_are_recomputed(workshop: Workshop, tm
     assert losses[0] != losses[3]
 
 
+def test_without_dropped_captions_no_empty_one_is_encoded(workshop: Workshop, tmp_path: Path) -> None:
+    """Of an editing family that would be one a sample, as long to encode as its caption."""
+    found = []
+    for rate in (0, 1e-9):
+        edits = Case(family="qwen_image_edit", method="lora")
+        cache, drops = tmp_path / f"cache-{rate}", f"data.caption_dropout_rate={rate}"
+        job = workshop.job(edits, tmp_path / f"{rate}", *QUICK, drops, cache=cache)
+        job.train()
+        found.append((numbers(job.folder), len(list(cache.rglob("text/*/*.safetensors")))))
+    (losses, without), (same, beside) = found
+    assert losses == same
+    assert (without, beside) == (len(job.samples.all), 2 * len(job.samples.all))
+
+
 def test_every_micro_batch_drops_other_values(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,7 +139,7 @@ class Entries:
     records: tuple[Record, ...]
     texts: tuple[TextEntry, ...]
     empties: tuple[TextEntry, ...]
-    """Entries of the empty caption, one a sample; none where no caption is dropped and nothing is drawn."""
+    """Entries of the empty caption, one a sample; none where no caption is dropped."""
     latents: tuple[LatentsEntry, ...]
     """Latents entries of the samples; None where samples have no images."""
     prompts: tuple[Prompt, ...]
@@ -178,6 +178,7 @@ def list_entries(
     # what is usual is no part of a key, so that older keys still hold; of a prompt nothing is learned
     learned = text if learn == "answers" else {**text, "learn": learn}
     drawn, sees = "latents" in family.encoder_components, family.text_sees_controls
+    drops = drawn and context.config.data.caption_dropout_rate > 0
     seen = [control_views(record) if sees else () for record in records]
     listed = []
     # a run's own entries come with the pictures that its prompts edit: without these nothing is drawn
@@ -195,7 +196,7 @@ def list_entries(
             text_entry(one.caption, learned, views, place=str(one.path))
             for one, views in zip(records, seen, strict=True)
         ),
-        empties=tuple(text_entry("", text, views) for views in seen) if drawn else (),
+        empties=tuple(text_entry("", text, views) for views in seen) if drops else (),
         latents=tuple(latents_entry(record, latents) for record in images),
         prompts=tuple(listed),
         masked=any(record.mask is not None for record in images),
