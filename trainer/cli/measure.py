@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from trainer import families
 from trainer.cli.jobs import FREED_SECONDS, LOOK_SECONDS, child_environment, plain_environment
@@ -36,17 +36,22 @@ _MOST_PROBES = 3
 other shapes."""
 
 
-def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
+def _nothing(plan: Plan) -> None:
+    """Looks at nothing before kernels are measured."""
+
+
+def planned(loaded: Loaded, *, probe: bool, first: Callable[[Plan], None] = _nothing) -> tuple[Facts, Plan]:
     """This machine's facts and the run's plan; with `probe`, kernels without a verdict are measured first.
 
-    A run that kept verdicts alone would refuse is measured anew before it is refused. Errors say where the
-    keys that they name were written.
+    `first` is given the plan before anything is measured on its GPUs, and may raise. A run that kept verdicts
+    alone would refuse is measured anew before it is refused. Errors say where the keys that they name were
+    written.
     """
     with placing(loaded.sources):
-        return _planned(loaded, probe=probe)
+        return _planned(loaded, probe=probe, first=first)
 
 
-def _planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
+def _planned(loaded: Loaded, *, probe: bool, first: Callable[[Plan], None]) -> tuple[Facts, Plan]:
     planning.prepare_base(loaded)
     facts, profile = planning.machine_facts(), planning.requested_profile()
     if probe:
@@ -65,20 +70,23 @@ def _planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
         plan = planning.plan_run(loaded, facts, profile)
     if not (probe and plan.device == "cuda"):
         return facts, plan
+    first(plan)
     if features.loader == "auto":
         facts = measure_reading(loaded, facts, plan)
         plan = planning.plan_run(loaded, facts, profile)
     return _settled(loaded, facts, plan, kinds, failed_told=False)
 
 
-def planned_in_free_memory(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
+def planned_in_free_memory(
+    loaded: Loaded, *, probe: bool, first: Callable[[Plan], None] = _nothing
+) -> tuple[Facts, Plan]:
     """`planned`, which is tried again for a moment where other programs have the host memory that it lacks:
     one may be at its end.
     """
     end, told = time.monotonic() + FREED_SECONDS, False
     while True:
         try:
-            return planned(loaded, probe=probe)
+            return planned(loaded, probe=probe, first=first)
         except DoesNotFitError as error:
             if not error.taken_bytes or time.monotonic() >= end:
                 raise

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from trainer.cli.options import GivenPath, Layers, config_arguments_and_machine
 from trainer.cli.output import say, shown_below_options
+
+if TYPE_CHECKING:
+    from trainer.planning.plan import Plan
 
 
 @shown_below_options
@@ -36,13 +40,12 @@ def train(layers: Layers, no_probe: bool, share_gpu: bool) -> int:
     from trainer.cli.places import place_of_start
     from trainer.config import environment
     from trainer.engine.spec import Job
-    from trainer.machine.driver import visible_uuids
     from trainer.planning.data_rows import require_dataset, require_present, require_template, with_data
     from trainer.planning.epochs import with_epochs
     from trainer.planning.kept_decisions import continued
     from trainer.planning.render import plan_text
     from trainer.planning.scoring_row import with_scoring
-    from trainer.queue.beside import kept_from_queue
+    from trainer.queue.beside import kept_from_queue, require_free
 
     place = place_of_start()
     if place.launch.rank:
@@ -53,15 +56,26 @@ def train(layers: Layers, no_probe: bool, share_gpu: bool) -> int:
         port = environment.metrics_port()
         require_startable(loaded, port=port, writes_run=True)
         require_present(loaded)
-        facts, plan = planned_in_free_memory(loaded, probe=not no_probe)
+
+        def look(plan: Plan) -> None:
+            if not share_gpu:
+                require_free(_uuids(plan))
+
+        facts, plan = planned_in_free_memory(loaded, probe=not no_probe, first=look)
         require_template(loaded)
         plan = with_scoring(with_data(plan, loaded.config), loaded)
         say(plan_text(plan), err=True)  # stdout belongs to results
-        order = visible_uuids() if plan.device == "cuda" else ()
-        uuids = [order[place] for place in plan.devices if place < len(order)]
-        with kept_from_queue(uuids, share=share_gpu, tell=functools.partial(say, err=True)):
+        with kept_from_queue(_uuids(plan), share=share_gpu, tell=functools.partial(say, err=True)):
             require_free_memory(plan, facts)
             return run_job(loaded, facts, plan, Job(mode="train"), port=port)
+
+
+def _uuids(plan: Plan) -> list[str]:
+    """UUIDs of the GPUs of a plan; none of the CPU."""
+    from trainer.machine.driver import visible_uuids
+
+    order = visible_uuids() if plan.device == "cuda" else ()
+    return [order[place] for place in plan.devices if place < len(order)]
 
 
 @shown_below_options

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer import families
 from trainer.config.launchers import KEY
 from trainer.config.reading.load import Loaded
 from trainer.config.writing.dump import dump
-from trainer.errors import ConfigError, HardwareError
+from trainer.data.caption_text import encodable
+from trainer.errors import ConfigError, HardwareError, Problem
 from trainer.machine.driver import visible_uuids
 from trainer.machine.facts import Facts
 from trainer.machine.occupancy import GpuUse, is_named
-from trainer.planning.data_rows import require_data
+from trainer.planning.data_rows import require_data, require_template
 from trainer.planning.epochs import with_epochs
 from trainer.planning.kept_decisions import continued
 from trainer.planning.planning import plan_run, requested_profile
@@ -42,6 +43,7 @@ def request(
     """
     asked = loaded.config.parallel.gpus
     gpus = tuple(uuid_of(word, known) for word in on) or _any(facts, known)
+    gpus = gpus or _of_one_kind(loaded, facts, 1 if asked == "auto" else asked)
     count = len(gpus) or (1 if asked == "auto" else asked)
     if CPU in gpus[1:] or len(set(gpus)) < len(gpus):
         raise ConfigError("name different GPUs, or `cpu` alone", where="--on", remedy="--on 0,1")
@@ -49,11 +51,14 @@ def request(
         what = f"{KEY} is {asked}, and {count} are named"
         raise ConfigError(what, where=loaded.sources[KEY], remedy=f"name {asked}, or write {KEY}: auto")
     require_data(loaded)
+    require_template(loaded)
+    run = Path(os.path.realpath(loaded.config.output_dir))
+    _require_text({"--name": name, "output_dir": str(run), "the working folder": str(Path.cwd())})
     return Request(
         config=dump(loaded.config, loaded.sources),
         name=name or loaded.config.output_dir.absolute().name,
         group=group,
-        run=Path(os.path.realpath(loaded.config.output_dir)),
+        run=run,
         working_folder=Path.cwd(),
         gpus=gpus,
         count=count,
@@ -109,6 +114,38 @@ def try_request(
         gpus=gpus,
         pictures=one.pictures,
     )
+
+
+def _require_text(given: Mapping[str, str]) -> None:
+    """Raise ConfigError for names that the queue's database cannot keep."""
+    problems = [
+        Problem(what=f"{text!a} is not UTF-8", where=where, remedy="name it otherwise")
+        for where, text in given.items()
+        if not encodable(text)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _of_one_kind(loaded: Loaded, facts: Facts, count: int) -> tuple[str, ...]:
+    """The GPUs that a run by hand takes, where GPUs of several kinds are here and not any `count` of them do;
+    none for any.
+    """
+    order, kinds = visible_uuids(), facts.kinds
+    if len(kinds) < 2 or len(order) < len(facts.gpus):
+        return ()
+    if count == 1 and all(_fits(loaded, _alone(facts, [order[kind[0]]], 1)) for kind in kinds):
+        return ()
+    enough = next((kind for kind in kinds if len(kind) >= count), ())  # none: the plan says so
+    return tuple(order[place] for place in enough[:count])
+
+
+def _fits(loaded: Loaded, facts: Facts) -> bool:
+    try:
+        plan_run(with_epochs(continued(loaded)), facts, requested_profile())
+    except (HardwareError, ConfigError):  # of the best kind it is raised where the time is asked for
+        return False
+    return True
 
 
 def _any(facts: Facts, known: Sequence[GpuUse]) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from trainer.config import environment
 from trainer.errors import HardwareError, Problem, StorageError
 from trainer.files import atomic
 from trainer.queue import database, jobfiles
+from trainer.queue.database import Job
 from trainer.queue.launcher import ALIVE
 from trainer.queue.local import users_queue
 from trainer.queue.turns import label
@@ -50,7 +50,7 @@ def kept_from_queue(uuids: Sequence[str], *, share: bool, tell: Callable[[str], 
                 # in a transaction no scheduler takes a lease between the look and the lock
                 with database.transaction(folder, None) as connection:
                     if not share:
-                        _require_unleased(folder, connection, uuids)
+                        _require_unleased(folder, database.jobs(connection), uuids)
                     for uuid in filter(None, uuids):
                         held.enter_context(locks.sharing(jobfiles.gpu_lock(folder, uuid)))
         except (StorageError, OSError) as error:
@@ -58,7 +58,16 @@ def kept_from_queue(uuids: Sequence[str], *, share: bool, tell: Callable[[str], 
         yield
 
 
-def _require_unleased(folder: Path, connection: sqlite3.Connection, uuids: Sequence[str]) -> None:
+def require_free(uuids: Sequence[str]) -> None:
+    """Raise HardwareError where a job of this user's queue has one of these GPUs. A queue that cannot be used
+    is told later, by `kept_from_queue`.
+    """
+    folder = environment.queue_dir()
+    with contextlib.suppress(StorageError):
+        _require_unleased(folder, database.read_jobs(folder), uuids)
+
+
+def _require_unleased(folder: Path, jobs: Sequence[Job], uuids: Sequence[str]) -> None:
     own = environment.read("TRAINER_QUEUE_JOB")
     problems = [
         Problem(
@@ -67,7 +76,7 @@ def _require_unleased(folder: Path, connection: sqlite3.Connection, uuids: Seque
             remedy="`trainer queue add` waits for it; CUDA_VISIBLE_DEVICES takes another GPU; --share-gpu"
             " starts beside that job",
         )
-        for job in database.jobs(connection)
+        for job in jobs
         if str(job.id) != own
         and (shared := [uuid for uuid in uuids if uuid in job.leases])
         and jobfiles.is_alive(jobfiles.job_folder(folder, job.id))

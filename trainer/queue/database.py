@@ -130,7 +130,7 @@ def read_jobs(folder: Path) -> list[Job]:
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             if version > _VERSION:  # its tables may be others
                 raise StorageError(_newer(version), where=str(path), remedy=_GO_BACK)
-            return jobs(connection) if version else []
+            return jobs(connection)
     except sqlite3.DatabaseError as error:
         raise _unusable(path, error) from error
 
@@ -187,7 +187,9 @@ def _prepare(connection: sqlite3.Connection, path: Path, machine: Machine) -> No
 
 
 def jobs(connection: sqlite3.Connection) -> list[Job]:
-    """All jobs in their order."""
+    """All jobs in their order; none in a file without tables, as where the first job was refused."""
+    if not connection.execute("PRAGMA user_version").fetchone()[0]:
+        return []
     leases: dict[int, list[str]] = {}
     for uuid, job in connection.execute("SELECT gpu_uuid, job FROM leases ORDER BY rowid"):
         leases.setdefault(job, []).append(uuid)

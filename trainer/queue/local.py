@@ -28,6 +28,7 @@ from trainer.queue.database import Job, Machine
 from trainer.queue.launcher import ALIVE, CPU, ENDED, Request, Seen, State, judged
 from trainer.queue.turns import label, turns
 from trainer.telemetry import locks, rundir
+from trainer.telemetry.supervising.signals import kept_back
 
 _PLACED = ALIVE | ENDED
 """States of jobs whose place says nothing about when they start."""
@@ -229,7 +230,7 @@ class Local:
 
         Raises ConfigError where it runs, computes on the CPU, or takes another number of GPUs.
         """
-        known = {gpu.uuid for gpu in self.gpus()}
+        known, gpus = {gpu.uuid for gpu in self.gpus()}, tuple(dict.fromkeys(gpus))  # one twice is one
         with self._changing() as connection:
             one = _named(database.jobs(connection), job)
             if self._seen(one).state in ALIVE:
@@ -237,15 +238,14 @@ class Local:
             if one.gpus == (CPU,):
                 remedy = "add it again where GPUs are, without --on cpu and TRAINER_PROFILE=cpu"
                 raise ConfigError(f"{label(one)} computes on the CPU", where="queue", remedy=remedy)
-            if gpus and len(set(gpus)) != one.count:
-                what = f"{label(one)} takes {one.count}, and {len(set(gpus))} are named"
+            if gpus and len(gpus) != one.count:
+                what = f"{label(one)} takes {one.count}, and {len(gpus)} are named"
                 remedy = f"name {one.count}, or add its configuration again with another parallel.gpus"
                 raise ConfigError(what, where="GPUs", remedy=remedy)
             if not known.issuperset(gpus):
                 remedy = f"GPUs that are there: {', '.join(sorted(known)) or 'none'}"
-                raise ConfigError(
-                    f"{', '.join(sorted(set(gpus) - known))} is not there", where="GPUs", remedy=remedy
-                )
+                what = f"{', '.join(sorted(set(gpus) - known))} is not there"
+                raise ConfigError(what, where="GPUs", remedy=remedy)
             connection.execute("UPDATE jobs SET gpus = ? WHERE id = ?", (json.dumps(gpus), one.id))
 
     def forget(self, job: str) -> None:
@@ -327,7 +327,7 @@ class Local:
         command = (*self.drawing, config, f"--try={start.job.run}") if draws else (*self.command, config)
         jobfiles.write_began(folder, start.job.start)
         try:
-            with (folder / jobfiles.OUTPUT_FILE).open("ab") as output:
+            with (folder / jobfiles.OUTPUT_FILE).open("ab") as output, kept_back():
                 child = subprocess.Popen(
                     python("-m", "trainer.queue.watcher", *watched, *command),
                     stdin=subprocess.DEVNULL,
@@ -350,14 +350,14 @@ class Local:
             for name, value in environment.with_absolute_paths(environment.without_settings()).items()
             if name not in launchers.VARIABLES
         }
-        folder = jobfiles.job_folder(self.folder.absolute(), start.job.id)
+        queue = self.folder.absolute()
         return {
             **kept,
             environment.DEVICE_ORDER: environment.BY_SLOT,
             VISIBLE: "" if start.gpus == (CPU,) else ",".join(start.gpus),
-            "TRAINER_RUNTIME_DIR": str(folder / jobfiles.RUNTIME),
+            "TRAINER_RUNTIME_DIR": str(jobfiles.job_folder(queue, start.job.id) / jobfiles.RUNTIME),
             "TRAINER_METRICS_PORT": "0",
-            "TRAINER_QUEUE_DIR": str(self.folder.absolute()),
+            "TRAINER_QUEUE_DIR": str(queue),
             "TRAINER_QUEUE_JOB": str(start.job.id),
         }
 

@@ -93,8 +93,15 @@ def overview(queue: Local, known: Sequence[GpuUse] | None = None) -> list[Entry]
     for job, entry in running:
         taken |= dict.fromkeys(job.leases, ", ".join(filter(None, (holder(job), entry.left))))
         remaining |= dict.fromkeys(job.leases, entry.seconds_left)
-    waiting = [job for job, seen in jobs if seen.state is State.WAITING]
-    waits = _waits(waiting, [job for job, _ in running], known, taken, names)
+    busy = {job.run for job, _ in running}
+    waiting, blocked = list[Job](), dict[int, str]()
+    for job in (job for job, seen in jobs if seen.state is State.WAITING):
+        if job.run in busy or run_is_held(job.run):
+            blocked[job.id] = "waits for another run that trains in its folder"
+        else:
+            waiting.append(job)
+    found = turns(waiting, [gpu.uuid for gpu in known], taken, names)
+    waits = {job: one.why for job, one in found.items()} | blocked
     prepared = {uuid for job, entry in running if entry.prepares for uuid in job.leases}
     due = starts(waiting, [gpu.uuid for gpu in known], remaining, prepared)
     entries = {job.id: entry for job, entry in running}
@@ -102,23 +109,6 @@ def overview(queue: Local, known: Sequence[GpuUse] | None = None) -> list[Entry]
         entries.get(job.id) or _resting(queue, job, seen, names, waits.get(job.id, ""), due.get(job.id))
         for job, seen in jobs
     ]
-
-
-def _waits(
-    waiting: Sequence[Job],
-    running: Sequence[Job],
-    known: Sequence[GpuUse],
-    taken: Mapping[str, str],
-    names: Mapping[str, str],
-) -> dict[int, str]:
-    """Why each waiting job waits; empty for one that is about to start."""
-    busy = {job.run for job in running}
-    blocked = {job.id for job in waiting if job.run in busy or run_is_held(job.run)}
-    others = [job for job in waiting if job.id not in blocked]
-    found = turns(others, [gpu.uuid for gpu in known], taken, names)
-    return {job: one.why for job, one in found.items()} | dict.fromkeys(
-        blocked, "waits for another run that trains in its folder"
-    )
 
 
 def _resting(
@@ -140,8 +130,9 @@ def _resting(
 def _running(queue: Local, job: Job, seen: Seen, names: Mapping[str, str]) -> Entry:
     beat = status.read_status(jobfiles.job_folder(queue.folder, job.id) / jobfiles.RUNTIME)
     step, total = (None, None) if beat is None else (beat.optimizer_step, beat.optimizer_steps)
-    left, (pictures, trouble) = job.seconds, _pictures(queue, job)
-    if beat is not None and step is not None and total is not None and beat.median_step_seconds:
+    trains = seen.state is State.RUNNING  # one that saves ends without the steps that are left
+    left, (pictures, trouble) = job.seconds if trains else None, _pictures(queue, job)
+    if trains and beat is not None and step is not None and total is not None and beat.median_step_seconds:
         left = (total - step) * beat.median_step_seconds
     return Entry(
         job=job,

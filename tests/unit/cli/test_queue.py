@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from trainer.engine.caching.samples import scan_samples
 from trainer.errors import DataError
 from trainer.machine import driver
 from trainer.machine.reading import read_recorded
-from trainer.planning.planning import plan_run
+from trainer.planning import planning
 from trainer.queue import local as local_queue
 from trainer.queue import scheduler
 from trainer.queue.database import Machine
@@ -35,6 +37,8 @@ data: {sets: [{img_dir: images}]}
 output_dir: runs/cats
 """
 Run = Callable[..., tuple[int, str, str]]
+MEASURED: list[int] = []
+"""One for each time that kernels were measured."""
 
 
 @pytest.fixture
@@ -114,6 +118,48 @@ def test_gpus_are_chosen(run: Run, place: Path, words: list[str], gpus: Sequence
     assert code == 0, err
     ((job, _),) = queue(place).jobs()
     assert (job.gpus, job.count) == (tuple(gpus), count)
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus"),
+    [
+        ([], ()),  # either will do
+        (["--set", "method=full"], UUIDS[1:]),  # of the larger one alone
+        (["--gpus", "2", "--set", "parallel.gpus=2"], ("GPU-ab-2", "GPU-ac-3")),  # two that are alike
+    ],
+)
+def test_where_gpus_differ_a_job_has_those_that_it_can_train_on(
+    run: Run,
+    machine: FakeMachine,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    gpus: Sequence[str],
+) -> None:
+    """The plan is of the kind with the most memory, and `turns` takes the first that are free."""
+    small, large = (json.loads((MACHINES / f"{name}.json").read_text()) for name in ("rtx-4090", "h200"))
+    count = 3 if "--gpus" in words else 2
+    mixed = {**large, "gpus": [*small["gpus"], *(large["gpus"] * (count - 1))]}
+    (place / "facts.json").write_text(json.dumps(mixed))
+    machine.uuids = (*UUIDS, "GPU-ac-3")[:count]
+    monkeypatch.setattr("trainer.queue.adding.visible_uuids", lambda: machine.uuids)
+    code, _, err = run("queue", "add", "my.yaml", *words)
+    assert code == 0, err
+    assert queue(place).job("1").gpus == tuple(gpus)
+
+
+def test_names_that_no_database_keeps_are_refused(
+    run: Run, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, err = run("queue", "add", "my.yaml", "--name", "caf\udce9")
+    assert code == 78 and "--name: 'caf\\udce9' is not UTF-8" in err
+    inside = place / os.fsdecode(b"caf\xe9")
+    shutil.copytree(place / "images", inside / "images")
+    shutil.copy(place / "my.yaml", inside)
+    monkeypatch.chdir(inside)
+    code, _, err = run("queue", "add", "my.yaml")
+    assert code == 78 and "is not UTF-8" in err
+    assert not queue(place).jobs()
 
 
 @pytest.mark.parametrize("hidden", [False, True])
@@ -325,6 +371,9 @@ def test_jobs_are_given_other_gpus_by_number(run: Run, place: Path, monkeypatch:
     assert [job.gpus for job, _ in queue(place).jobs()] == [(), (UUIDS[1],), (UUIDS[1],)]
     assert run("queue", "assign", "rank-8", "cats", "--on", "any") == (0, "", "")
     assert [job.gpus for job, _ in queue(place).jobs()] == [(), (), (UUIDS[1],)]
+    assert run("queue", "assign", "cats", "--on", f"1,{UUIDS[1]}") == (0, "", "")  # one GPU, named twice
+    assert queue(place).job("1").gpus == (UUIDS[1],)
+    assert run("queue", "assign", "cats", "--on", "any") == (0, "", "")
     code, _, err = run("queue", "assign", "cats", "--on", "0,1")
     assert code == 78 and "cats (job 1) takes 1, and 2 are named" in err
     code, _, err = run("queue", "assign", "cats", "--on", "9")
@@ -378,7 +427,11 @@ def train(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int,
     """`trainer train` on the recorded machine, up to the start of its process, which says 42."""
     facts = read_recorded(MACHINES / "h200.json")
     monkeypatch.setattr(driver, "visible_uuids", lambda: UUIDS)
-    monkeypatch.setattr(measure, "planned", lambda loaded, probe: (facts, plan_run(loaded, facts)))
+    monkeypatch.setattr(planning, "machine_facts", lambda: facts)
+    monkeypatch.setattr(planning, "prepare_base", lambda loaded: None)
+    for name in ("measure_links", "measure_reading"):
+        monkeypatch.setattr(measure, name, lambda loaded, facts, *_, **__: facts)
+    monkeypatch.setattr(measure, "measure_kernels", lambda loaded, facts, *_: MEASURED.append(1) or facts)
     monkeypatch.setattr(jobs, "run_job", lambda *_, **__: 42)
     monkeypatch.setenv("TRAINER_METRICS_PORT", "0")
 
@@ -401,12 +454,14 @@ def test_a_run_beside_the_queue_keeps_off_its_gpus(
     held.submit([wanted("dogs", UUIDS[1:]), wanted("cats-3", UUIDS[:1])])
     assert train()[0] == 42  # jobs that wait have nothing yet
     held.start_due()
+    MEASURED.clear()
     code, err = train()
     assert code == 69
+    assert not MEASURED, "kernels were measured beside a job"
     assert f"{UUIDS[0]} is leased to cats-3 (job 2) of the queue" in err
     assert "dogs" not in err
     assert "--share-gpu" in err
-    assert train("--share-gpu")[0] == 42
+    assert train("--share-gpu")[0] == 42 and MEASURED
     with monkeypatch.context() as patch:  # the run of that job itself
         patch.setenv("TRAINER_QUEUE_JOB", "2")
         assert train()[0] == 42

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.queue.fakes import FakeLocal, FakeMachine, wanted
-from trainer.errors import HardwareError
-from trainer.queue.beside import kept_from_queue
+from trainer.errors import ConfigError, HardwareError
+from trainer.queue import database, jobfiles
+from trainer.queue.beside import kept_from_queue, require_free
 from trainer.queue.database import Machine
+from trainer.telemetry import locks
 
 A, B = "GPU-a", "GPU-b"
 ROUNDS = 40
@@ -51,6 +53,20 @@ def test_one_of_two_that_come_together_has_the_gpu(tmp_path: Path, monkeypatch: 
             assert {run.result(timeout=60), job.result(timeout=60)} == {True, False}
             for started in machine.live():
                 started.end(0)
+
+
+def test_a_queue_whose_first_jobs_were_refused_keeps_gpus_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its database has no tables yet."""
+    monkeypatch.setenv("TRAINER_QUEUE_DIR", str(tmp_path))
+    queue = FakeLocal(tmp_path, FakeMachine((A, B), identity=Machine.here()))
+    with pytest.raises(ConfigError):
+        queue.submit([wanted("cats"), wanted("cats")])
+    assert not (tmp_path / database.DATABASE_FILE).stat().st_size
+    require_free([A])
+    with kept_from_queue([A], share=False, tell=told):
+        assert locks.is_held(jobfiles.gpu_lock(tmp_path, A), shared=True)
 
 
 def test_runs_by_hand_share_what_they_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,12 +123,15 @@ def test_a_run_folder_is_one_jobs_until_it_ends(queue: FakeLocal, machine: FakeM
 
 
 def test_a_run_by_hand_in_the_folder_is_waited_for(queue: FakeLocal, tmp_path: Path) -> None:
-    queue.submit([wanted("cats", (A,), root=tmp_path), wanted("dogs", (A,), root=tmp_path)])
+    queue.submit([wanted("cats", (B,), root=tmp_path), wanted("dogs", (A,), root=tmp_path)])
     (tmp_path / "cats").mkdir()
     with (tmp_path / "cats" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert [job.name for job in queue.start_due()] == ["dogs"]
-        assert "another run that trains in its folder" in overview(queue)[0].note
+        queue.submit([wanted("more", (B,), root=tmp_path)])
+        cats, _, more = overview(queue)
+        assert (cats.note, cats.due) == ("waits for another run that trains in its folder", None)
+        assert more.due is not None and more.due.seconds == 0, "cats takes no GPU meanwhile"
 
 
 def test_another_program_on_a_gpu_is_waited_for_and_named(queue: FakeLocal, machine: FakeMachine) -> None:
@@ -202,6 +205,10 @@ def test_starts_are_told_by_plans_and_by_runs(queue: FakeLocal, machine: FakeMac
         Due(seconds=1800.0, gpus=("GPU-a",)),
         Due(seconds=1860.0, at_the_earliest=True, gpus=("GPU-a",)),
     )
+    queue.stop("1")
+    cats, dogs, more = overview(queue)
+    assert cats.note == "saves, and ends", "the steps that are left are not trained"
+    assert (dogs.note, dogs.due) == ("waits for GPU 0, held by cats (job 1)", None)
 
 
 def test_a_run_without_a_known_time_prepares_all_the_same(queue: FakeLocal) -> None:

@@ -61,6 +61,14 @@ def changes(queue: Path) -> tuple[int, frozenset[str]] | None:
             return None
 
 
+def since(queue: Path, one: Submitted) -> float:
+    """The time at which a job was written down, in Unix seconds; 0.0 where its record is gone."""
+    try:
+        return (queue / _FOLDER / f"{one.word}.json").stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
 def keep(queue: Path, one: Submitted) -> None:
     """Write a job down. Raises StorageError."""
     folder = queue / _FOLDER

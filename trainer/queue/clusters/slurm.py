@@ -32,6 +32,8 @@ _GPU_RESOURCE = re.compile(r"\b(gpu|shard|mps)\b")
 """Slurm's names for GPUs and for shares of them."""
 _VARIABLE = "SBATCH_"
 """Prefix of the variables from which sbatch takes options that are not written."""
+_CLOCKS_SECONDS = 60.0
+"""By as much clocks of two machines may differ."""
 _AGAIN = "; added again, its run goes on from the newest checkpoint"
 # fmt: off
 _STATES: Mapping[str, Seen] = {
@@ -69,6 +71,10 @@ class Slurm:
     def submit(self, requests: Sequence[Request]) -> list[str]:
         """Take in all of these jobs or none; their names. Raises ConfigError, StorageError."""
         require_own_folders(self.jobs(), requests)
+        if any(map(_names_clusters, (*_own_options(environment.snapshot()), *self.options))):
+            what = "jobs of another cluster than this machine's cannot be followed"
+            remedy = "set SLURM_CLUSTERS, which all of Slurm's commands read, for this and for later ones"
+            raise ConfigError(what, where="--clusters", remedy=remedy)
         taken: list[Submitted] = []
         with contextlib.ExitStack() as undo:
             for request in requests:
@@ -122,7 +128,7 @@ class Slurm:
         rows = states(
             asked(("squeue", "--me", "--states=all", "--noheader", f"--Format={_COLUMNS}")) if known else ""
         )
-        return [(one, rows.get(one.job) or _gone(Path(one.run))) for one in known]
+        return [(one, rows.get(one.job) or _gone(one, records.since(self.queue, one))) for one in known]
 
     def state(self, job: str) -> Seen:
         """The state of a job now."""
@@ -183,6 +189,10 @@ def _own_options(environ: Mapping[str, str]) -> list[str]:
     return [f"--{name.lower().replace('_', '-')}={value}" for name, value in own.items() if value]
 
 
+def _names_clusters(option: str) -> bool:
+    return option.partition("=")[0] == "--clusters" or option.startswith("-M")
+
+
 def _name_gpus(options: Sequence[str]) -> bool:
     for option, following in itertools.zip_longest(options, options[1:], fillvalue=""):
         name, _, value = option.partition("=")
@@ -237,10 +247,14 @@ def _exit_code(status: str) -> int | None:
     return 128 - code if code < 0 else code
 
 
-def _gone(run: Path) -> Seen:
-    """The state of a job that Slurm has forgotten, as it does some minutes after its end."""
-    process = read_process(run)
-    code = None if process is None else process.exit_code
+def _gone(one: Submitted, since: float) -> Seen:
+    """The state of a job that Slurm has forgotten, as it does some minutes after its end.
+
+    since: when it was submitted, in Unix seconds; an attempt from before is another job's.
+    """
+    process = read_process(Path(one.run))
+    own = process is not None and process.started_unix_seconds > since - _CLOCKS_SECONDS
+    code = process.exit_code if process is not None and own else None
     if code == ExitCode.OK:
         return Seen(state=State.FINISHED, exit_code=code)
     if code is not None:

@@ -14,6 +14,18 @@ _ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @contextlib.contextmanager
+def kept_back() -> Iterator[None]:
+    """Processes that are started in the block get these signals only once they collect them: one that comes
+    before would end a Python that cannot heed it yet.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
 def collected() -> Iterator[list[tuple[float, int]]]:
     """Collect SIGTERM, SIGINT and SIGHUP with their times; the loop acts on them: a handler must not print.
 
@@ -27,6 +39,7 @@ def collected() -> Iterator[list[tuple[float, int]]]:
 
     for signum in heeded(_ASKING):
         signal.signal(signum, remember)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKING)
     try:
         yield received
     finally:

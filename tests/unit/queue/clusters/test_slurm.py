@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -414,6 +415,20 @@ def test_a_missing_client_is_told_and_shown(tmp_path: Path, monkeypatch: pytest.
     assert seen.state is State.UNKNOWN and "squeue: it is not installed here" in seen.words
 
 
+@pytest.mark.parametrize("option", ["--clusters=gpu", "-Mgpu", "-M", "variable"])
+def test_jobs_of_another_cluster_are_refused(
+    clients: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    """Their states would be asked of this one, whose job of that number is another."""
+    client(clients, "sbatch", f'touch "{tmp_path}/called"; echo "7;gpu"')
+    if option == "variable":
+        monkeypatch.setenv("SBATCH_CLUSTERS", "gpu")
+    options = () if option == "variable" else (option, "gpu")[: 1 + (option == "-M")]
+    with pytest.raises(ConfigError, match="another cluster"):
+        Slurm(queue=tmp_path / "queue", options=options).submit([request(tmp_path)])
+    assert not (tmp_path / "called").exists()
+
+
 def test_what_a_client_says_gives_no_orders_to_the_terminal(clients: Path) -> None:
     client(clients, "squeue", r"printf 'no \033[2J way\n more' >&2; exit 3")
     with pytest.raises(ConfigError) as caught:
@@ -422,21 +437,27 @@ def test_what_a_client_says_gives_no_orders_to_the_terminal(clients: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("code", "state", "words_"),
-    [(0, State.FINISHED, ""), (70, State.FAILED, "exit code 70"), (None, State.LOST, "left no exit code")],
+    ("code", "state", "words_", "ago"),
+    [
+        (0, State.FINISHED, "", 0.0),
+        (70, State.FAILED, "exit code 70", 0.0),
+        (None, State.LOST, "left no exit code", 0.0),
+        (0, State.LOST, "left no exit code", 3600.0),  # of an attempt before this job
+    ],
 )
 def test_a_job_that_slurm_has_forgotten_is_judged_by_its_run(
-    clients: Path, tmp_path: Path, code: int | None, state: State, words_: str
+    clients: Path, tmp_path: Path, code: int | None, state: State, words_: str, ago: float
 ) -> None:
     client(clients, "sbatch", numbers(clients))
     client(clients, "squeue", "")
     slurm = Slurm(queue=tmp_path / "queue")
     (name,) = slurm.submit([request(tmp_path)])
-    process = {"supervisor": 1, "runtime_dir": "", "started_unix_seconds": 1.0, "boot": "", "processes": ""}
-    ended = {"ended_unix_seconds": 2.0, "exit_code": code}
+    began = time.time() - ago
+    process = {"supervisor": 1, "runtime_dir": "", "started_unix_seconds": began, "boot": "", "processes": ""}
+    ended = {"ended_unix_seconds": began + 1, "exit_code": code}
     (tmp_path / "cats/process.json").write_text(json.dumps(process | ended))
     seen = slurm.state(name.removeprefix("slurm-"))
-    assert (seen.state, seen.exit_code) == (state, code) and words_ in seen.words
+    assert (seen.state, seen.exit_code) == (state, None if ago else code) and words_ in seen.words
     slurm.forget("7")
     assert not records.kept(tmp_path / "queue")
 
