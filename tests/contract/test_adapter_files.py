@@ -30,6 +30,8 @@ from tests.contract.runs import (
 from trainer.engine.building.build import build, load_base
 from trainer.engine.results import proof
 from trainer.errors import ConfigError, ExitCode
+from trainer.modeling.adapter.adapter_file import read_adapter
+from trainer.modeling.adapter.start_from import saved_start
 
 SMALLEST = Case(family="flux1_dev", method="lora")
 SLOW = pytest.mark.slow
@@ -69,7 +71,9 @@ def overrides(kind: str, case: Case, workshop: Workshop, folder: Path) -> tuple[
     if kind != "patterns":
         return KINDS.get(kind, ())
     narrow, wide, scaled = changed_ends(workshop.job(case, folder))
-    return (f"lora.rank_pattern={{{narrow}: 2, {wide}: 6}}", f"lora.alpha_pattern={{{scaled}: 3}}")
+    # the small run's rank and alpha once more, for all layers: in a file that key comes first
+    ranks, alphas = f'{narrow}: 2, {wide}: 6, ".*": 4', f'{scaled}: 3, ".*": 8'
+    return (f"lora.rank_pattern={{{ranks}}}", f"lora.alpha_pattern={{{alphas}}}")
 
 
 def changed_ends(job: Job) -> list[str]:
@@ -153,6 +157,30 @@ def test_every_layer_has_the_rank_and_alpha_of_its_pattern(made: Callable[[str, 
             assert alpha.item() / rank == pytest.approx(changed.get(end, 8 / 4)), module
             seen.add(end)
     assert seen == {"", *changed}
+
+
+def test_an_adapter_of_a_head_brings_no_weight_of_the_base(workshop: Workshop, tmp_path: Path) -> None:
+    """peft would add the whole head, which is the base's, and the next run refused the file."""
+    case = Case(family="llama", method="lora")
+    short = ("validation.prompts=[]", "validation.held_out=0", "train.max_train_steps=2")
+    first, second = (
+        workshop.job(case, tmp_path / name, *short, "lora.target_modules=[q_proj, lm_head]")
+        for name in ("first", "second")
+    )
+    first.train()
+    names = list(load_file(lora_file(first)))
+    assert any("lm_head" in name for name in names)
+    assert all(name.endswith(("lora_A.weight", "lora_B.weight")) for name in names)
+    tensors = load_file(lora_file(first)) | {"base_model.model.lm_head.base_layer.weight": torch.zeros(2, 2)}
+    older = tmp_path / "older" / lora_file(first).name  # as an earlier version wrote it
+    shutil.copytree(lora_file(first).parent, older.parent)
+    save_file(tensors, older, metadata={"format": "pt"})
+    for path in (lora_file(first), older):
+        adapter = read_adapter(path)
+        assert {f"{layer}.{part}" for layer, parts in adapter.layers.items() for part in parts} == {
+            name.removeprefix("base_model.model.") for name in names
+        }
+        assert saved_start(build(second.context).model, path)
 
 
 @pytest.mark.parametrize(("kind", "case"), FILES)

@@ -138,3 +138,18 @@ def test_the_rounds_are_in_the_checkpoint_and_more_patience_goes_on(
     measured = losses(longer.folder)
     assert measured[-1][0] > end
     assert measured[-1][0] in (end_by_hand(measured, PATIENCE + 1, DELTA), 40)
+
+
+def test_a_run_whose_patience_ends_with_its_last_step_wants_more_steps(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    """It did not stop early: more patience would leave it nothing to train."""
+    first = workshop.job(LORA_CASES[0], tmp_path / "early", *EARLY)
+    first.train()
+    all_steps = (*EARLY, f"train.max_train_steps={losses(first.folder)[-1][0]}")
+    workshop.job(LORA_CASES[0], tmp_path / "run", *all_steps).train()
+    same = workshop.job(LORA_CASES[0], tmp_path / "run", *all_steps, "train.learning_rate=0.002")
+    same.train()
+    said = "\n".join(same.said)
+    assert "0.002 has no effect" in said and "raise train.max_train_steps to train on" in said
+    assert "early_stop.patience" not in said

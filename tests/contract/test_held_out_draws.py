@@ -46,6 +46,20 @@ def first_values(draws: list[Draw]) -> list[float]:
     return [draw.noise.reshape(-1)[0].item() for draw in draws]
 
 
+def test_losses_of_latents_that_tiles_make_are_others(workshop: Workshop, tmp_path: Path) -> None:
+    """`data` tells which losses compare: in tiles the VAE gives other latents."""
+    for case, alike in ((FLUX, False), (Case(family="llama", method="lora"), True)):
+        job = workshop.job(case, tmp_path / case.family, "validation.held_out=2")
+        found = []
+        for tiling in (False, True):
+            plan = dataclasses.replace(job.context.plan, vae_tiling=tiling)
+            context = dataclasses.replace(job.context, plan=plan)
+            kept = held_out.held_out_entries(context, job.samples.held_out)
+            assert kept is not None
+            found.append(kept.data)
+        assert (found[0] == found[1]) is alike
+
+
 def test_draws_are_even_and_of_the_seed_of_validation(workshop: Workshop, tmp_path: Path) -> None:
     draws, kept, settings = measured(workshop, tmp_path / "a", "validation.seed=5", "train.seed=5")
     noise = first_values(draws)

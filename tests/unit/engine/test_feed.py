@@ -19,9 +19,11 @@ from trainer.engine.caching.entries import Entries, LatentsEntry, TextEntry
 from trainer.engine.caching.store import Cache, DamagedEntryError, entry_key
 from trainer.engine.ranks import ALONE
 from trainer.engine.training import feed
-from trainer.errors import ConfigError, OutOfMemoryError
+from trainer.errors import ConfigError, ExitCode, OutOfMemoryError, StoppedError
 from trainer.families import draws, get
 from trainer.families.draws import FlowSettings, draw_samples, sample_seed
+from trainer.telemetry.status import Phase
+from trainer.telemetry.stop import StopFlag
 
 SAMPLES, BATCH, ACCUMULATION = 23, 2, 2
 SETTINGS = FlowSettings(
@@ -63,8 +65,15 @@ def entries(tmp_path: Path) -> Entries:
 def context() -> Any:
     train = SimpleNamespace(seed=5)
     data = SimpleNamespace(caption_dropout_rate=0.3, cache_in_memory="auto")
+    beats: list[tuple[Phase, int, int]] = []
+
+    def beat(phase: Phase, *, step: int, total: int) -> None:
+        beats.append((phase, step, total))
+
     return SimpleNamespace(
         family=get("flux1_dev"),
+        status=SimpleNamespace(beat=beat, beats=beats),
+        stop=StopFlag(),
         say=lambda text: None,
         dtype=torch.bfloat16,
         ranks=ALONE,
@@ -112,6 +121,20 @@ def test_batches_are_those_of_the_stream(
     for got, want in zip(found, expected, strict=True):
         assert got.keys() == want.keys()
         assert all(torch.equal(got[name], want[name]) and got[name].dtype == want[name].dtype for name in got)
+
+
+def test_steps_that_are_passed_over_beat_and_may_be_stopped(
+    context: Any, entries: Entries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a language model's large steps a replay takes minutes."""
+    monkeypatch.setattr(feed, "_REPLAYED", 10)
+    expected = next(one_by_one(context, entries, 25, 26))
+    first = next(feed.feed(context, entries, SETTINGS, 25, 26))[0]
+    assert all(torch.equal(value, expected[name]) for name, value in values(first.batch, first.draw).items())
+    assert context.status.beats == [(Phase.FIRST_STEP, 25, 26)] * 3
+    context.stop.requested = ExitCode.STOPPED
+    with pytest.raises(StoppedError):
+        next(feed.feed(context, entries, SETTINGS, 25, 26))
 
 
 def test_copies_of_a_picture_do_not_meet_in_a_step(context: Any, entries: Entries) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import pytest
 import torch
 
 from trainer.config.schema import LoraSection
 from trainer.modeling.adapter import lora
+from trainer.modeling.adapter.targets import in_any_order, pattern_value
 from trainer.modeling.vision import make_torchvision_importable
 
 LINEARS = {"a.to_q": (24, 24), "a.to_k": (24, 36), "b.out": (17, 60)}
@@ -49,6 +52,30 @@ def built_size(section: LoraSection) -> int:
 
 def test_a_plain_lora_of_rank_one_is_a_row_and_a_column_a_layer() -> None:
     assert built_size(LoraSection(rank=1)) == sum(map(sum, LINEARS.values()))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "wanted"),
+    [
+        ({"to_q": 2, "out": 3}, {"to_q": 2, "out": 3}),  # in either order
+        ({"to_q": 2, ".*": 3}, {r"^a\.to_q": 2, r"^a\.to_k": 3, r"^b\.out": 3}),
+        ({".*": 3, "to_q": 2}, {".*": 3, "to_q": 2}),  # the second is never read
+        ({"to_q": 2, "(a|c).*": 3}, {r"^a\.to_q": 2, r"^a\.to_k": 3}),
+    ],
+)
+def test_patterns_mean_the_same_in_the_order_of_a_file(
+    pattern: dict[str, int], wanted: dict[str, int]
+) -> None:
+    assert in_any_order(pattern, LINEARS) == wanted
+    section = LoraSection(rank=4, alpha=8, rank_pattern=pattern, alpha_pattern=pattern)
+    model = built(section)
+    model.peft_config = {lora.ADAPTER: model.peft_config[lora.ADAPTER]}
+    written = json.loads(json.dumps(lora.adapter_config(model), sort_keys=True, default=str))
+    for name in LINEARS:
+        layer = model.get_submodule(name)
+        rank = pattern_value(written["rank_pattern"], name, 4)
+        assert layer.lora_A["default"].weight.shape[0] == rank
+        assert layer.scaling["default"] == pattern_value(written["alpha_pattern"], name, 8) / rank
 
 
 def test_patterns_give_layers_their_own_rank_and_alpha() -> None:

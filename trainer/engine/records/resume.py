@@ -124,8 +124,9 @@ def _tell_changes(
     # previews are measured after the checkpoint of their step
     rows = [row for row in read_metrics(context.run_dir / METRICS_LOG) if row["step"] <= snapshot.step]
     rounds = early_stop.after_rows(early_stop.Patience(**snapshot.early_stop), rows, watched)
-    ended_early = early_stop.reason(rounds, watched, snapshot.step)
-    finished = bool(ended_early) or snapshot.step == context.config.train.max_train_steps
+    is_last = snapshot.step == context.config.train.max_train_steps
+    ended_early = "" if is_last else early_stop.reason(rounds, watched, snapshot.step)
+    finished = is_last or bool(ended_early)
     if older:
         context.say("an older trainer wrote the checkpoint: what changed in the settings since is not known")
     found = [*succeeding, *([] if older else changes(snapshot.settings, settings)[0])]

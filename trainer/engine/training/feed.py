@@ -20,11 +20,14 @@ from trainer.engine.training.graphs import OF_ONE_PICTURE
 from trainer.errors import OutOfMemoryError, TrainerError
 from trainer.families.values import Batch, Draw, Header
 from trainer.planning.shapes.mix import padded_length
+from trainer.telemetry.status import Phase
 from trainer.words.sizes import GIB
 
 # reading, random numbers and copies leave the interpreter to others: two threads make nearly twice as much
 _THREADS = 2
 _AHEAD = 4
+# steps that are passed over between two beats
+_REPLAYED = 100
 # samples whose steps are counted for the line about all steps
 _COUNTED = 4000
 
@@ -226,6 +229,11 @@ def feed(
     cache = Cache(entries.cache.directory, context.family.name, keep_bytes=keep_bytes(context, entries))
     kept = dataclasses.replace(entries, cache=cache)
     prepare = functools.partial(_prepared, context, kept, settings)
+    for passed in range(0, start, _REPLAYED):  # of long rows in large steps this takes minutes
+        sampler.step(passed)
+        context.status.beat(Phase.FIRST_STEP, step=start, total=stop)
+        if context.ranks.size == 1:  # several end together
+            context.stop.raise_if_requested()
     # the sampler is asked here, in order: it replays from the start for a step that it has passed
     work = (
         (number == len(step) - 1, functools.partial(prepare, number, micro_batch, spare=spare))

@@ -64,6 +64,8 @@ def held_out_entries(context: Context, records: Sequence[Record]) -> HeldOut | N
     parts = [data_fingerprint(records), str(config.validation.seed), config.flow.model_dump_json(), draws]
     parts += [] if config.data.learn == "answers" else [f"learn {config.data.learn}"]
     parts += [] if (template := template_key(context)) is None else [f"chat_template {template}"]
+    tiled = context.plan.vae_tiling and "latents" in context.family.encoder_components
+    parts += ["latents made in tiles"] if tiled else []
     return HeldOut(
         entries=list_entries(context, records),
         # nothing is drawn for a language model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,8 +73,7 @@ def drop_previews_after(context: Context, step: int) -> None:
         if found is not None and int(found[1]) > step:
             with atomic.no_space_told(path):
                 path.with_suffix(".png").unlink(missing_ok=True)
-            if path.with_suffix("").is_dir():
-                shutil.rmtree(path.with_suffix(""))
+            atomic.remove_folder(path.with_suffix(""))  # what is in use there stays: no row shows it
 
 
 def _drawn_as(context: Context, number: int, prompt: Prompt) -> dict[str, str]:

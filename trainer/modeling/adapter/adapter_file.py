@@ -117,6 +117,8 @@ def _by_layer(
 ) -> dict[str, dict[str, torch.Tensor]]:
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
+        if name.endswith(".base_layer.weight"):  # an earlier version wrote the base's head beside its adapter
+            continue
         prefix = next((one for one in _PREFIXES[layout] if name.startswith(one)), None)
         parted = _TENSOR.fullmatch(name)
         if prefix is None or parted is None:

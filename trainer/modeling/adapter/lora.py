@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trainer.modeling.adapter.targets import in_any_order
 from trainer.modeling.seeds import seeded
 
 ADAPTER = "default"
@@ -106,14 +107,24 @@ def adapter_state(model: Any) -> dict[str, torch.Tensor]:
     """peft's adapter tensors by name (`<module>.lora_A.weight`), contiguous, on the CPU."""
     from peft import get_peft_model_state_dict
 
-    state = get_peft_model_state_dict(model, adapter_name=ADAPTER)
+    # peft would add the base's own weight of a head that has an adapter
+    state = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
     return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
 def adapter_config(model: Any) -> dict[str, Any]:
-    """The LoraConfig as plain values, in the form that diffusers writes into a file's metadata."""
+    """The LoraConfig as plain values, in the form that diffusers writes into a file's metadata; its patterns
+    mean the same in the order that keys have in files.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     config = model.peft_config[ADAPTER].to_dict()
-    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+    plain: dict[str, Any] = {
+        key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
+    }
+    adapted = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    for key in ("rank_pattern", "alpha_pattern"):
+        plain[key] = in_any_order(plain[key], adapted)
     # where the base was loaded from is a path of this machine
     plain["base_model_name_or_path"] = None
     return plain

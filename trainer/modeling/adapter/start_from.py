@@ -39,7 +39,8 @@ def saved_start(model: Any, path: Path) -> dict[str, torch.Tensor]:
     from peft import get_peft_model_state_dict
 
     adapter = _read(path)
-    saved, fresh = adapter.state, get_peft_model_state_dict(model, adapter_name=ADAPTER)
+    saved = adapter.state
+    fresh = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
     problems = [*_differences(saved, fresh), *_alphas(adapter, adapter_config(model), fresh)]
     if problems:
         remedy = "set lora.* as they were in that run, or leave lora.init_from out"

@@ -11,6 +11,8 @@ from trainer.errors import ConfigError, Problem
 from trainer.words.near import closest
 
 TARGETS = "lora.target_modules"
+_NOWHERE = -1.0
+"""In the place of a rank or an alpha, where no key of a pattern matches."""
 
 
 def target_pattern(
@@ -87,3 +89,14 @@ def pattern_value(pattern: Mapping[str, float], module: str, default: float) -> 
     """The value of the first key that a module's name ends with, as peft reads `rank_pattern`."""
     found = (value for key, value in pattern.items() if re.fullmatch(rf"(.*\.)?({key})", module))
     return next(found, default)
+
+
+def in_any_order(pattern: Mapping[str, float], modules: Collection[str]) -> dict[str, float]:
+    """A pattern with the same values for these modules in whatever order its keys are read: libraries write
+    them to files in alphabetical order, and the first key that matches decides.
+    """
+    values = {name: pattern_value(pattern, name, _NOWHERE) for name in modules}
+    sorted_by_key = dict(sorted(pattern.items()))
+    if all(pattern_value(sorted_by_key, name, _NOWHERE) == value for name, value in values.items()):
+        return dict(pattern)
+    return {f"^{re.escape(name)}": value for name, value in values.items() if value != _NOWHERE}
