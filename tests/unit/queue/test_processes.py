@@ -18,7 +18,7 @@ import pytest
 
 from tests.unit.queue.fakes import wanted
 from trainer.errors import ExitCode
-from trainer.queue import jobfiles, local
+from trainer.queue import jobfiles, local, scheduler
 from trainer.queue.database import Machine
 from trainer.queue.launcher import CPU, State
 from trainer.queue.local import Local
@@ -412,6 +412,16 @@ from trainer.queue.local import Local
 queue._queue = lambda: Local(folder=Path(sys.argv[1]), gpus=tuple, command=sys.argv[2:])
 queue.queue(["run", "--stop-runs"])
 """
+
+
+def test_a_stop_that_comes_while_a_watcher_starts_is_heeded(real: Local) -> None:
+    """A Python that still imports would die of it, and the job would be lost."""
+    real.submit([wanted("cats", (CPU,))])
+    told: list[str] = []
+    scheduler.run(real, told.append, received=[1], stop_runs=True)
+    seen = real.state("1")
+    assert (seen.state, seen.exit_code) == (State.WAITING, ExitCode.STOPPED), told
+    assert [job.name for job in real.start_due()] == ["cats"]
 
 
 def test_a_scheduler_of_a_container_ends_with_runs_that_have_saved(tmp_path: Path) -> None:
