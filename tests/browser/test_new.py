@@ -342,6 +342,33 @@ def test_a_double_click_adds_one_run(
     assert [job.name for job, _ in Local(folder=tmp_path / "queue").jobs()] == ["quickstart"]
 
 
+def test_a_form_that_is_left_is_asked_about(studio: Running, new_context: NewContext) -> None:
+    """Theme, links and keys led away from all that was typed; what is sent asks nothing."""
+    page = opened(new_context, studio)
+    asked: list[str] = []
+    page.on("dialog", lambda dialog: (asked.append(dialog.type), dialog.dismiss()))
+    prompts = page.locator("[name='validation.prompts']")
+
+    def stays(selector: str) -> None:
+        with page.expect_event("dialog"):
+            page.locator(selector).first.evaluate("(one) => { setTimeout(() => one.click()); }")
+        expect(prompts).to_have_value("a heron at dawn")
+
+    page.goto(f"{studio.url}/new?start=flux1_dev_lora")
+    page.check("input[name=depth][value=all]")
+    assert not asked, "nothing was typed"
+    prompts.fill("a heron at dawn")
+    stays("form[action='/theme'] button")
+    with page.expect_download():
+        page.get_by_role("button", name="Download the YAML").click()
+    page.get_by_role("button", name="Plan it again").click()
+    expect(page.locator("#new[data-typed]")).to_have_count(1)
+    assert asked == ["beforeunload"]
+    page.locator("h1").click()  # a browser asks nobody who has done nothing in the page
+    stays("a[href='/data']")  # the server has brought the texts back
+    assert asked == ["beforeunload"] * 2
+
+
 def test_a_tick_to_go_on_with_a_run_stays_while_the_form_is_typed(
     start: Callable[..., Running],
     new_context: NewContext,
