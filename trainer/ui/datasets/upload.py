@@ -40,10 +40,7 @@ _MOST_NAME_BYTES = 160
 """Of a name without its suffix; systems take 255 with it, and a number is added to some."""
 _DISPOSITION = b"content-disposition"
 _THERE = "a file of this name, or a picture of its stem, is there already: left out"
-_NOT_ALLOWED = re.compile(r"[^\w .,()@+=~'!#$%&;\[\]{}^`-]+")
-"""All that file systems of other machines refuse, and letters that are not printed: a row of metadata would
-no longer name a picture whose name changed.
-"""
+_NOT_ALLOWED = re.compile(r"[^\w .,()@+=~-]+")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import re
 import unicodedata
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -35,8 +34,6 @@ from trainer.words.plurals import numbered
 
 _IMMUTABLE = {"Cache-Control": "private, max-age=604800, immutable"}
 _MOST_WORKERS, _MOST_ASKED = 2, 16
-_OF_FOLDERS = re.compile(r"[\w .,()@+=~-]*")
-"""Letters of a new set's name, which stands in configurations and commands."""
 """Workers at a time, each of which may hold a picture of 100 megapixels, and requests that may want one."""
 Answer = TypeVar("Answer")
 Change = Callable[[Studio, Request, FormData], Response | None]
@@ -210,8 +207,7 @@ def _create(studio: Studio, request: Request, form: FormData) -> Response:
 
 
 def _new_place(studio: Studio, given: str) -> Place:
-    name = unicodedata.normalize("NFC", given)
-    if not _OF_FOLDERS.fullmatch(name) or upload.stored_name(given) != name:
+    if (name := upload.stored_name(given)) != unicodedata.normalize("NFC", given):
         what = "a data set is a folder, whose name has letters, digits, blanks and . , ( ) @ + = ~ _ - alone"
         remedy = "write the name without other signs, and shorter where it is long"
         raise DataError(what, where=given, remedy=remedy)

@@ -180,18 +180,6 @@ def test_pictures_that_metadata_names_keep_their_names(
     assert told == {"a.png": "stored as a-2.png", "a.webp": "stored as a-3.webp"}
 
 
-def test_pictures_that_metadata_names_keep_their_signs(client: TestClient, studio: Studio) -> None:
-    """Else their rows name nothing, and they are trained without captions."""
-    place, names = make(studio), ["cat's nap #2.png", "a[1] & b! 50%.png", "{c}; $d^`.png"]
-    lines = [json.dumps({"file_name": name, "text": f"the {name}"}) for name in names]
-    pictures = [(name, encoded(picture(seed=number))) for number, name in enumerate(names)]
-    told = send(client, place, [*pictures, ("metadata.jsonl", "\n".join(lines).encode())])
-    assert set(told.values()) == {"stored"}
-    found, problems = look(listed(place, read_settings(place)), place.root, ())
-    assert {one.name: one.caption for one in found} == {f"cats/{name}": f"the {name}" for name in names}
-    assert not problems and not any(one.problem for one in found)
-
-
 def test_an_upload_that_is_cut_off_is_no_bug(app: Starlette, client: TestClient, studio: Studio) -> None:
     """Who closes the tab: it was a traceback in the studio's log."""
     place = make(studio)
