@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from playwright.sync_api import BrowserContext, Page, Route, expect
 
 from tests.browser.conftest import FACTS, ROOT, Full, Running, Watched, logged_in, until
 from tests.unit.ui import made
+from trainer.queue.local import Local
 
 pytestmark = pytest.mark.browser
 NewContext = Callable[..., BrowserContext]
@@ -318,6 +320,53 @@ def test_what_is_typed_before_the_scripts_are_there_is_planned(
         while held:
             held.pop().continue_()
         expect(page.locator("#plan")).to_contain_text(f"{value} steps" if value.isdecimal() else value)
+
+
+def test_a_double_click_adds_one_run(
+    start: Callable[..., Running], new_context: NewContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second press came before the answer to the first, and trained the same once more."""
+    monkeypatch.setenv("TRAINER_QUEUE_DIR", str(tmp_path / "queue"))
+    monkeypatch.setenv("TRAINER_PROFILE", "cpu")  # the queue asks this machine for its GPUs
+    page = opened(new_context, start(tmp_path), "quickstart")
+    sent: list[str] = []
+    page.on("request", lambda one: sent.append(one.url) if one.url.endswith("/new/start") else None)
+    # the answer takes a while, as the plan of a large base does
+    page.route("**/new/start", lambda route: (time.sleep(1.0), route.continue_()))
+    add = page.get_by_role("button", name="Add quickstart to the queue")
+    expect(add).to_be_visible()
+    # the first is on its way by then; of two at once the browser sends the second alone
+    add.evaluate("(button) => { button.click(); setTimeout(() => button.click(), 300); }")
+    expect(page.get_by_role("status")).to_contain_text("quickstart is in the queue")
+    assert len(sent) == 1
+    assert [job.name for job, _ in Local(folder=tmp_path / "queue").jobs()] == ["quickstart"]
+
+
+def test_a_form_that_is_left_is_asked_about(studio: Running, new_context: NewContext) -> None:
+    """Theme, links and keys led away from all that was typed; what is sent asks nothing."""
+    page = opened(new_context, studio)
+    asked: list[str] = []
+    page.on("dialog", lambda dialog: (asked.append(dialog.type), dialog.dismiss()))
+    prompts = page.locator("[name='validation.prompts']")
+
+    def stays(selector: str) -> None:
+        with page.expect_event("dialog"):
+            page.locator(selector).first.evaluate("(one) => { setTimeout(() => one.click()); }")
+        expect(prompts).to_have_value("a heron at dawn")
+
+    page.goto(f"{studio.url}/new?start=flux1_dev_lora")
+    page.check("input[name=depth][value=all]")
+    assert not asked, "nothing was typed"
+    prompts.fill("a heron at dawn")
+    stays("form[action='/theme'] button")
+    with page.expect_download():
+        page.get_by_role("button", name="Download the YAML").click()
+    page.get_by_role("button", name="Plan it again").click()
+    expect(page.locator("#new[data-typed]")).to_have_count(1)
+    assert asked == ["beforeunload"]
+    page.locator("h1").click()  # a browser asks nobody who has done nothing in the page
+    stays("a[href='/data']")  # the server has brought the texts back
+    assert asked == ["beforeunload"] * 2
 
 
 def test_a_tick_to_go_on_with_a_run_stays_while_the_form_is_typed(

@@ -181,6 +181,8 @@ def _below(folder: Path, depth: int, tell: Callable[[str], None]) -> list[Path]:
     for path in (folder / name for name in names):
         try:
             found += _at(path, depth - 1, tell)
+        except FileNotFoundError:
+            continue  # removed meanwhile
         except PermissionError:
             tell(f"{path}: this user may not look into it")
     return found

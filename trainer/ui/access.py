@@ -49,7 +49,8 @@ class Access:
     """The token of a studio's folder, its sessions, and the wait after wrong tokens. Safe in threads.
 
     Opening it makes the folder and a token of 256 bits where there is none; `made` tells that it did. Raises
-    ConfigError where the folder cannot be made, others may read the token, or it is damaged.
+    ConfigError where the folder cannot be made or is another user's, others may read the token, or it is
+    damaged.
     """
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
@@ -62,9 +63,16 @@ class Access:
             ) from error
         self._folder, self._clock, self._lock = folder, clock, threading.Lock()
         self._wrong, self._next_try = 0, 0.0
-        self.made = not (folder / TOKEN_FILE).exists()
-        self.token = _new_token(folder / TOKEN_FILE) if self.made else _read_token(folder)
-        self._sessions = {} if self.made else self._read_sessions()
+        try:
+            self.made = not (folder / TOKEN_FILE).exists()
+            self.token = _new_token(folder / TOKEN_FILE) if self.made else _read_token(folder)
+            if self.made:  # no token opened them: they would come back at the next start
+                (folder / _SESSIONS_FILE).unlink(missing_ok=True)
+            self._sessions = self._read_sessions()
+        except PermissionError as error:
+            what = "this user may not use the studio's folder"
+            remedy = "start as the user who owns it (compose: `export UID` first), or name another: --folder"
+            raise ConfigError(what, where=str(folder), remedy=remedy) from error
 
     @property
     def cookie_name(self) -> str:
@@ -80,7 +88,7 @@ class Access:
         """
         with self._lock:
             now = self._clock()
-            if now < self._next_try:
+            if now < self._next_try <= now + _LONGEST_WAIT_SECONDS:  # else the clock was set back
                 raise TooManyTriesError(self._next_try - now)
             if not hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):
                 self._wrong += 1

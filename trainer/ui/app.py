@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount
 from starlette.staticfiles import StaticFiles
@@ -72,6 +72,7 @@ def create_app(
             HTTPException: _http_error,
             UnknownIdError: _unknown,
             TrainerError: _told,
+            ClientDisconnect: _left,
             Exception: _bug,
         },
     )
@@ -88,6 +89,12 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 def _unknown(request: Request, error: Exception) -> Response:
     return _page(request, 404, title=_TITLES[404], text="It was removed meanwhile, or the address is wrong.")
+
+
+def _left(request: Request, error: Exception) -> Response:
+    """An answer that nobody reads: who was sending a form went away, which is no fault of ours."""
+    assert isinstance(error, ClientDisconnect)
+    return Response(status_code=400)
 
 
 def _told(request: Request, error: Exception) -> Response:

@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from trainer.errors import TrainerError
 from trainer.ui.access import Access
 from trainer.ui.looking import Look, Looks, period, until_next
 from trainer.ui.studio import UnknownIdError
@@ -72,7 +73,8 @@ def lines_after(path: Path, place: Place) -> tuple[list[bytes], Place, bool]:
             offset = 0 if cut else place.offset
             file.seek(offset)
             text = file.read(_CHUNK_BYTES)
-            whole = text.rfind(b"\n") + 1
+            # a full piece without an end is of a line that no run has written: it is passed over
+            whole = text.rfind(b"\n") + 1 or (len(text) if len(text) == _CHUNK_BYTES else 0)
             mark = _mark(file.read, file.seek, offset + whole)
     except FileNotFoundError:
         return [], START, place != START
@@ -165,8 +167,8 @@ async def events(
             if found.changes != seen:
                 try:
                     html = await run_in_threadpool(part)
-                except UnknownIdError:
-                    return  # it was removed: the page says so when it is loaded again
+                except (UnknownIdError, TrainerError):
+                    return  # it was removed, or is damaged: the page says so when it is loaded again
                 moved, seen = time.monotonic(), found.changes
                 if html != shown:
                     yield event(html)

@@ -286,6 +286,54 @@ def test_checkpoints_and_files_are_listed_with_their_sizes(run_dir: Path, tmp_pa
     assert run.state is State.FINISHED
 
 
+def goes_when_it_is_asked(monkeypatch: pytest.MonkeyPatch, folder: Path, away: Path) -> None:
+    """A folder that another process removes between the listing of its parent and its own."""
+    for name in ("scandir", "listdir"):
+        plain = getattr(os, name)
+
+        def asked(path: Any = ".", *, plain: Any = plain) -> Any:
+            if not isinstance(path, int) and Path(path) == folder and folder.exists():
+                folder.rename(away)
+            return plain(path)
+
+        monkeypatch.setattr(os, name, asked)
+
+
+def test_a_checkpoint_that_is_pruned_meanwhile_is_left_out(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (2, 4):
+        folder = run_dir / f"checkpoints/step-{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "weights.safetensors").write_bytes(b"x" * step)
+    goes_when_it_is_asked(monkeypatch, run_dir / "checkpoints/step-000002", tmp_path / "away")
+    assert [(one.step, one.bytes) for one in read_run(run_dir).checkpoints] == [(4, 4)]
+
+
+@pytest.mark.parametrize("name", ["lora", "model", "model/unet", "checkpoints/step-000002/lora", "samples"])
+def test_a_folder_that_is_removed_meanwhile_is_an_empty_one(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (run_dir / name).mkdir(parents=True)
+    (run_dir / name / "x.safetensors").write_bytes(b"x")
+    goes_when_it_is_asked(monkeypatch, run_dir / name, tmp_path / "away")
+    run = read_run(run_dir)
+    assert [file.path.name for file in run.files] == ["config.resolved.yaml", "metrics.jsonl"]
+    assert not (run_dir / name).exists() and not any(one.lora for one in run.checkpoints)
+
+
+def test_a_run_that_is_removed_during_the_search_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = tmp_path / "runs"
+    for name in "ab":
+        (runs / name).mkdir(parents=True)
+        (runs / name / "config.resolved.yaml").write_text(CONFIG)
+    (runs / "a/config.resolved.yaml").unlink()  # the first that `rm -r` has taken
+    goes_when_it_is_asked(monkeypatch, runs / "a", tmp_path / "away")
+    assert find_runs(runs, tell=print) == [runs / "b"]
+
+
 def test_the_plan_is_read_as_it_was_written(run_dir: Path) -> None:
     row = {"feature": "weights", "value": "int8", "source": "auto", "reason": "fits"}
     memory = {"name": "base", "bytes": 5, "detail": "int8"}

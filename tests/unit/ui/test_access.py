@@ -147,6 +147,41 @@ def test_wrong_tokens_are_waited_for_longer_and_longer(tmp_path: Path) -> None:
         assert access.log_in("wrong") is None
 
 
+def test_a_clock_that_was_set_back_makes_no_wait_longer(tmp_path: Path) -> None:
+    clock = Clock()
+    access = Access(tmp_path, clock=clock)
+    for _ in range(FREE_TRIES):
+        access.log_in("wrong")
+    clock.now -= 3600
+    assert access.log_in(access.token) is not None
+
+
+def test_sessions_of_a_token_that_was_removed_do_not_come_back(tmp_path: Path) -> None:
+    """At the start after the one that made the new token."""
+    access = Access(tmp_path)
+    access.log_in(access.token)
+    (tmp_path / TOKEN_FILE).unlink()
+    assert [len(Access(tmp_path).sessions) for _ in range(2)] == [0, 0]
+
+
+@pytest.mark.parametrize("call", ["exists", "read_text"])
+def test_a_folder_of_another_user_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """System's answer is made here: tests may run as root, who is refused nothing."""
+    Access(tmp_path)
+    plain = getattr(Path, call)
+
+    def refused(path: Path, **options: str) -> object:
+        if path == tmp_path / TOKEN_FILE:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return plain(path, **options)
+
+    monkeypatch.setattr(Path, call, refused)
+    with pytest.raises(ConfigError, match=r"(?s)may not use the studio's folder.*export UID.*--folder"):
+        Access(tmp_path)
+
+
 def test_the_page_tells_the_wait(stranger: TestClient, app: Starlette) -> None:
     for _ in range(FREE_TRIES):
         assert stranger.post("/login", data={"token": "wrong"}).status_code == 401
@@ -188,3 +223,10 @@ def test_a_theme_leads_back_to_the_page_as_it_was_asked(client: TestClient) -> N
     for page in ("/compare?run=a&run=b", "/data"):
         headers = {"Referer": f"{ORIGIN}{page}"}
         assert client.post("/theme", data={"theme": "dark"}, headers=headers).headers["location"] == page
+
+
+@pytest.mark.parametrize("page", ["/settings/secret", "/welcome/quickstart", "/data/cats-1/upload"])
+def test_a_theme_leads_home_from_an_address_that_shows_no_page(client: TestClient, page: str) -> None:
+    """Mistakes of a form are shown there, to which a browser cannot come back: 405."""
+    headers = {"Referer": f"{ORIGIN}{page}"}
+    assert client.post("/theme", data={"theme": "dark"}, headers=headers).headers["location"] == "/"

@@ -332,6 +332,22 @@ def test_jobs_of_a_group_are_one_row_that_leads_to_their_comparison(
     assert not queue_view(studio).sections[0].compare
 
 
+def test_a_run_that_loads_its_base_has_no_page_yet(client: TestClient, studio: Studio) -> None:
+    """Its folder is there before its record: the link led to 'Nothing is here', and the comparison too."""
+    local, names = Local(folder=environment.queue_dir()), ("cats-1", "cats-2")
+    rest = {"config": "{}", "working_folder": studio.runs, "gpus": (CPU,), "group": "cats"}
+    local.submit([Request(name=name, run=studio.runs / name, **rest) for name in names])  # type: ignore[arg-type]
+    made.make_run(studio.runs / "cats-1")
+    (studio.runs / "cats-2").mkdir()
+    (section,) = queue_view(studio).sections
+    assert not section.compare and not section.rows[1].page
+    assert client.get(section.rows[0].page).status_code == 200
+    (studio.runs / "cats-2").rmdir()
+    made.make_run(studio.runs / "cats-2")
+    (section,) = queue_view(studio).sections
+    assert client.get(section.compare).status_code == client.get(section.rows[1].page).status_code == 200
+
+
 def test_the_page_says_that_nothing_starts_what_waits(client: TestClient, queue: Local) -> None:
     page = client.get("/").text
     assert "Nothing starts what waits here" in page and page.index("one") < page.index("two")

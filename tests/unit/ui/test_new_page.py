@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,24 @@ def test_a_run_like_another_has_its_configuration_and_a_new_folder(
     again = client.post("/new/file", data={"start": chosen, "facts": RTX_4090}).text
     assert again == text.replace("runs/first", "runs/first-2")
     assert client.get("/new?run=first-00000000").status_code == 404
+
+
+def test_a_form_outlives_the_run_that_it_begins_with(client: TestClient, studio: Studio) -> None:
+    """Who removes the failed run before the start of another loses nothing that was typed."""
+    run = made.make_run(studio.runs / "first")
+    address = f"/new?run={identifier(studio.runs, run)}"
+    page = Elements(client.get(address).text)
+    (chosen,) = [one["value"] for tag, one in page.found if tag == "option" and "selected" in one]
+    shutil.rmtree(run)
+    form = {"start": chosen, "facts": RTX_4090, "validation.prompts": "a heron at dawn"}
+    for path, code in {"/new/start": 422, "/new/file": 422, "/new": 200}.items():
+        answer = client.post(path, data=form)
+        assert answer.status_code == code, path
+        assert "a heron at dawn" in answer.text and "was removed" in answer.text
+    assert "was removed" in client.post("/new/plan", data=form).text
+    answer = client.post("/new", data={**form, "start": "quickstart"})
+    assert "a heron at dawn" in answer.text and "was removed" not in answer.text
+    assert client.get(address).status_code == 404
 
 
 PAYLOADS = (

@@ -18,11 +18,12 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from tests.unit.ui import made
+from trainer.errors import DataError
 from trainer.telemetry.sinks.records import MetricsLog, read_metrics
 from trainer.ui import looking, stream
 from trainer.ui.looking import Look, Looks, until_next
 from trainer.ui.stream import COLUMNS, START, Seats, events, lines_after, place_from, points
-from trainer.ui.studio import Studio, identifier
+from trainer.ui.studio import Studio, UnknownIdError, identifier
 
 
 def all_after(path: Path, place: stream.Place) -> tuple[list[bytes], stream.Place, bool]:
@@ -91,6 +92,16 @@ def test_points_are_the_rows_that_metrics_have(tmp_path: Path) -> None:
     assert found[-1] == [201, *[None] * (len(COLUMNS) - 1)]
 
 
+@pytest.mark.parametrize("more", [0, 1 << 18, 600_000])
+def test_points_behind_a_long_damaged_line_come(tmp_path: Path, more: int) -> None:
+    """A hole that a machine left when it went down: the curves stopped before it for good."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 2.0}\n' + b"\0" * more + b'\n{"step": 2, "loss": 1.0}\n')
+    found = points(all_after(path, START)[0])
+    assert [row[:2] for row in found] == [[1, 2.0], [2, 1.0]]
+    assert [row[0] for row in found] == [row["step"] for row in read_metrics(path)]
+
+
 def same() -> Look:
     return Look(changes=1)
 
@@ -114,6 +125,16 @@ def test_events_are_points_with_their_place_then_the_part(tmp_path: Path) -> Non
     assert (head, name.partition("-")[0]) == ("event: points", f"id: {size}")
     assert [row[0] for row in json.loads(data.removeprefix("data: "))] == [10, 20, 30]
     assert found[2] == b"data: <p>two\ndata: lines</p>\n\n"
+
+
+@pytest.mark.parametrize("error", [DataError("the settings are damaged"), UnknownIdError("x")])
+def test_a_part_that_cannot_be_shown_ends_the_stream(error: Exception) -> None:
+    """Its page says why when it is loaded again; it was a traceback every second."""
+
+    def part() -> str:
+        raise error
+
+    assert asyncio.run(collected(9, part=part, look=same)) == [b"retry: 1000\n\n"]
 
 
 def test_a_place_of_another_file_is_told_before_its_points(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ _BEST_TYPES: Mapping[str, Any] = {
     "validation_data": str,
 }
 _MOST_BYTES = 1 << 16
+_PASSED_OVER = (FileNotFoundError, NotADirectoryError, PermissionError)
+"""Errors of a folder that counts as empty: it goes while the run's own process prunes, or is closed."""
 _STEP = re.compile(r"step-(\d{6,})")
 _RESULTS = (LORA_FOLDER, "model", BEST_FOLDER)
 _RECORDS = (
@@ -96,7 +100,7 @@ def samples(run_dir: Path) -> tuple[Sample, ...]:
     for step, folder in _steps(run_dir / "samples"):
         if not folder.with_suffix(".png").is_file():  # the row of all, written last
             continue
-        for picture in sorted(folder.glob("*.png")):
+        for picture in (path for path in _here(folder) if path.suffix == ".png"):
             if picture.stem.isascii() and picture.stem.isdecimal():
                 answer = picture.with_suffix(".txt")
                 found.append(Sample(step, int(picture.stem), picture, answer if answer.is_file() else None))
@@ -105,16 +109,14 @@ def samples(run_dir: Path) -> tuple[Sample, ...]:
 
 def checkpoints(run_dir: Path) -> tuple[Checkpoint, ...]:
     """Checkpoints by step, those that a killed save left aside among them; renamed folders are not."""
-    return tuple(
-        Checkpoint(
-            step,
-            folder,
-            sum(file.bytes for file in _files(folder.rglob("*"))),
-            # of one that waits aside the next start changes the path
-            _files((folder / LORA_FOLDER).glob("*.safetensors")) if _STEP.fullmatch(folder.name) else (),
-        )
-        for step, folder in _checkpoint_folders(run_dir / "checkpoints")
-    )
+    found = []
+    for step, folder in _checkpoint_folders(run_dir / "checkpoints"):
+        size = sum(file.bytes for file in _files(_below(folder)))
+        # of one that waits aside the next start changes the path
+        lora = _files(_tensors(folder / LORA_FOLDER)) if _STEP.fullmatch(folder.name) else ()
+        if folder.is_dir():  # else the run has removed it meanwhile
+            found.append(Checkpoint(step, folder, size, lora))
+    return tuple(found)
 
 
 def has_checkpoint(run_dir: Path) -> bool:
@@ -131,18 +133,21 @@ def _checkpoint_folders(root: Path) -> list[tuple[int, Path]]:
 
 def files(run_dir: Path) -> tuple[SavedFile, ...]:
     """Results, then records: the LoRA or model, the best one, pictures, configuration, plan, metrics, log."""
-    results = [path for name in _RESULTS for path in sorted((run_dir / name).rglob("*"))]
+    results = [path for name in _RESULTS for path in sorted(_below(run_dir / name))]
     return _files([*results, *(run_dir / name for name in _RECORDS)])
 
 
 def has_result(run_dir: Path) -> bool:
     """True if the run has saved the LoRA or the model that it was trained for."""
-    return any(run_dir.glob("lora/*.safetensors")) or any(run_dir.glob("model/**/*.safetensors"))
+    model = (path for path in _below(run_dir / "model") if path.suffix == ".safetensors")
+    return bool(_tensors(run_dir / LORA_FOLDER)) or any(model)
 
 
 def lora_step(run_dir: Path) -> int | None:
     """The step of the LoRA that is the run's result, by its proof; None where no proof says it."""
-    for path in sorted((run_dir / LORA_FOLDER).glob(f"*{PROOF_SUFFIX}")):
+    for path in _here(run_dir / LORA_FOLDER):
+        if not path.name.endswith(PROOF_SUFFIX):
+            continue
         step = read_object(path, _MOST_BYTES).get("step")
         if isinstance(step, int):
             return step
@@ -165,8 +170,31 @@ def best_record(run_dir: Path) -> dict[str, Any] | None:
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
     """Sub-folders named after steps, by step."""
-    named = ((_STEP.fullmatch(path.name), path) for path in folder.glob("step-*"))
+    named = ((_STEP.fullmatch(path.name), path) for path in _here(folder))
     return sorted((int(name[1]), path) for name, path in named if name is not None and path.is_dir())
+
+
+def _below(folder: Path) -> list[Path]:
+    """Files at every depth of a folder; none of what is removed meanwhile."""
+
+    def raised(error: OSError) -> None:
+        if not isinstance(error, _PASSED_OVER):
+            raise error
+
+    walked = os.walk(folder, onerror=raised)
+    return [Path(inside) / name for inside, _, names in walked for name in names]
+
+
+def _here(folder: Path) -> list[Path]:
+    """Files and folders right in a folder, by name; none of one that is removed meanwhile."""
+    with contextlib.suppress(*_PASSED_OVER):
+        return sorted(folder.iterdir())
+    return []
+
+
+def _tensors(folder: Path) -> list[Path]:
+    """Files of weights right in a folder."""
+    return [path for path in _here(folder) if path.suffix == ".safetensors"]
 
 
 def _files(paths: Iterable[Path]) -> tuple[SavedFile, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -161,6 +162,9 @@ def delete(place: Place, pictures: Sequence[Picture]) -> None:
     ]
     what = f"{PurePosixPath(names[0]).name} deleted" if len(pictures) == 1 else f"{len(pictures)} deleted"
     with writing_to(place):
+        names = [name for name in names if _is_there(place, name)]
+        if not names:  # another tab was first, or the same click came twice
+            return
         trash = _trash(place, names)
         _remember(place, Change(what=what, moved=trash))
         _move_all(place, trash)
@@ -206,6 +210,9 @@ def undo(place: Place, shown: str = "") -> list[str]:
         kept = [one.name for one in change.captions if not _restored(place, one)]
         _move_all(place, _trash(place, [name for name in change.added if _is_there(place, name)]))
         for name, trash in change.moved:
+            if not _has_folder(place, name):
+                kept.append(name)
+                continue
             with held(place, name) as path:
                 if os.path.lexists(path) or not Path(trash).exists():
                     kept.append(name)
@@ -218,8 +225,9 @@ def undo(place: Place, shown: str = "") -> list[str]:
 def empty_trash(studio: Path, now: float) -> None:
     """Remove what was deleted more than TRASH_DAYS before `now`, in Unix seconds."""
     for folder in (studio / "trash" / "data").glob("*"):
-        if folder.lstat().st_mtime < now - TRASH_DAYS * 24 * 3600:
-            shutil.rmtree(folder)
+        with contextlib.suppress(FileNotFoundError):  # the look at another set removes it as well
+            if folder.lstat().st_mtime < now - TRASH_DAYS * 24 * 3600:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_captions(
@@ -253,6 +261,8 @@ def _caption(data: bytes | None) -> Caption:
 
 def _restored(place: Place, one: Written) -> bool:
     """Write a caption as it was before; False where it is not as the change left it."""
+    if not _has_folder(place, one.name):
+        return False
     data = _bytes(place, one.name)
     before = None if one.before is None else one.before.encode("latin-1")
     if data == before:
@@ -295,6 +305,11 @@ def _bytes(place: Place, name: str) -> bytes | None:
     return data
 
 
+def _has_folder(place: Place, name: str) -> bool:
+    """False for a file whose folder was removed since: it can neither be read nor put back."""
+    return (place.root / name).parent.is_dir()
+
+
 def _is_there(place: Place, name: str) -> bool:
     with held(place, name) as path:
         return os.path.lexists(path)
@@ -334,6 +349,8 @@ def _read(file: Path) -> Change:
 def _remember(place: Place, change: Change) -> None:
     """Write a change down before it is made, so that one that is cut off can be undone too."""
     (place.state / "undo").mkdir(parents=True, exist_ok=True)
-    atomic.write_text(place.state / "undo" / f"{time.time_ns():020}.json", codec.to_json(change))
+    # behind all before it, also where the clock was set back since
+    number = max([time.time_ns(), *(int(file.stem) + 1 for file in _changes(place)[-1:])])
+    atomic.write_text(place.state / "undo" / f"{number:020}.json", codec.to_json(change))
     for old in _changes(place)[:-_MOST_CHANGES]:
         old.unlink()

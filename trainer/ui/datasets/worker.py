@@ -59,7 +59,9 @@ def ask_for_look(place: Place) -> None:
 def note_request(place: Place) -> None:
     """Write down that the data set is to be looked at."""
     place.state.mkdir(parents=True, exist_ok=True)
-    atomic.write_text(place.state / _ASKED_NAME, str(time.time_ns()), sync=False)
+    # later than the one before, also where the clock was set back since: else the last look answers it
+    asked = max(time.time_ns(), last_request(place) + 1)
+    atomic.write_text(place.state / _ASKED_NAME, str(asked), sync=False)
 
 
 def last_request(place: Place) -> int:
@@ -139,8 +141,10 @@ def _tidy(place: Place) -> None:
     """Remove what was deleted a week ago, and uploads that were cut off with their studio a day ago."""
     edits.empty_trash(place.studio, time.time())
     for folder in place.folder.glob(f"{edits.STAGING_PREFIX}*"):
-        if not folder.is_symlink() and folder.stat().st_mtime < time.time() - _DAY_SECONDS:
-            shutil.rmtree(folder)
+        with contextlib.suppress(FileNotFoundError):  # an upload that ends now
+            if not folder.is_symlink() and folder.stat().st_mtime < time.time() - _DAY_SECONDS:
+                # what stays is another user's, or on a disk that takes no writes
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _look(place: Place, settings: Settings, asked: int, first: bool) -> None:

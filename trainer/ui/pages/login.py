@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Match, Route
 
 from trainer.ui.access import SESSION_SECONDS, Access, TooManyTriesError
 from trainer.ui.page import THEME_COOKIE, THEMES, render
@@ -80,7 +80,12 @@ async def _set_theme(request: Request) -> Response:
     theme = (await request.form()).get("theme")
     # the guard let only our own pages through; of their address path and query are taken alone
     page = urlsplit(request.headers.get("referer", "/"))
-    answer = RedirectResponse(f"/{page.path.lstrip('/')}?{page.query}".rstrip("?"), status_code=303)
+    path = f"/{page.path.lstrip('/')}"
+    # mistakes of some forms are shown at addresses to which a browser cannot come back without its form
+    asked = {"type": "http", "method": "GET", "path": unquote(path), "headers": []}
+    shown = any(route.matches(asked)[0] is Match.FULL for route in request.app.routes)
+    target = f"{path}?{page.query}".rstrip("?") if shown else "/"
+    answer = RedirectResponse(target, status_code=303)
     if theme in THEMES:
         answer.set_cookie(THEME_COOKIE, str(theme), max_age=_YEAR_SECONDS, httponly=True, samesite="strict")
     return answer

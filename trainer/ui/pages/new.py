@@ -17,7 +17,7 @@ from trainer.config.reading import presets
 from trainer.errors import Problem, TrainerError
 from trainer.ui.page import part, render
 from trainer.ui.studio import Studio
-from trainer.ui.views.asked import OWN, RUN, Asked, form_of, is_key, starts
+from trainer.ui.views.asked import OWN, RUN, Asked, form_of, is_key, settings_of, starts
 from trainer.ui.views.foreign import Translated, brought
 from trainer.ui.views.new import NewRun, add_to_queue, added, new_run
 from trainer.ui.views.planned import with_one_key
@@ -40,6 +40,8 @@ def routes(studio: Studio) -> Sequence[BaseRoute]:
     def show(request: Request) -> Response:
         start, run = (request.query_params.get(name, "") for name in ("start", "run"))
         start = f"{RUN}{run}" if run else start
+        if run:
+            settings_of(studio, run)  # a link to a run that is not there leads to no form
         view = new_run(studio, Asked(start=start) if run or start in starts() else Asked())
         job, goes_on = (request.query_params.get(name, "") for name in ("added", "goes_on"))
         return _page(request, view, added=added(job), added_goes_on=bool(goes_on))

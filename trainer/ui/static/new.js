@@ -102,6 +102,18 @@
     if (find.value) narrow();
     if ([...form.querySelectorAll("[name]:is(input, select, textarea)")].some(typed)) form.dispatchEvent(new Event("again"));
   });
+  // what is typed is nowhere else: who leaves by a link, the theme or a key is asked
+  let sends = false;
+  form.addEventListener("submit", (event) => {
+    if (event.defaultPrevented) return;
+    sends = true;
+    setTimeout(() => { sends = false; }, 2000);  // after a download the page stays
+  });
+  addEventListener("beforeunload", (event) => {
+    if (sends) return;
+    const some = [...form.querySelectorAll("[name]:is(input, select, textarea)")].some((one) => !one.closest("[data-quiet]") && typed(one));
+    if (some || "typed" in form.dataset) event.preventDefault();
+  });
   form.addEventListener("dragover", (event) => { if (event.target.closest("[data-drop]")) event.preventDefault(); });
   form.addEventListener("drop", async (event) => {
     const field = event.target.closest("[data-drop]"), file = event.dataTransfer.files[0];

@@ -70,6 +70,17 @@
     addEventListener("focus", () => { fetch("/look").catch(() => {}); });  // without an answer its stream says so
   }
 
+  // a second press while the answer is on its way would do it twice: two runs, two tries
+  const pressed = new WeakSet();
+  addEventListener("submit", (event) => {
+    const button = event.submitter;
+    // a field may be named `method`, and stand for the property of its form; scripts send for themselves
+    if (!button || event.defaultPrevented || event.target.getAttribute("method") !== "post") return;
+    if (pressed.has(button)) { event.preventDefault(); return; }
+    pressed.add(button);
+    setTimeout(() => pressed.delete(button), 5000);  // after a download the page stays
+  });
+
   // what was opened is open again when the page was loaded anew
   const opened = new Set((sessionStorage.getItem("opened") ?? "").split(" "));
   for (const one of document.querySelectorAll("details[id]")) one.open ||= opened.has(one.id);

@@ -166,16 +166,16 @@ class Start:
 
 
 def _start(studio: Studio, asked: Asked) -> Start:
-    """The configuration to start from. Raises UnknownIdError for a run that is not there, or whose settings
-    nobody kept.
-    """
+    """The configuration to start from; a problem in place of a run's that was removed meanwhile."""
     if asked.start == OWN:
         return Start(name=OWN_FILE, layer=_of_text(asked.own, OWN_FILE), trusted=False)
     if asked.start.startswith(RUN):
-        folder = run_folder(studio, asked.start.removeprefix(RUN))
-        kept = kept_settings(studio, folder)
-        if kept is None:
-            raise UnknownIdError(asked.start)
+        try:
+            folder, kept = settings_of(studio, asked.start.removeprefix(RUN))
+        except UnknownIdError:
+            remedy = "begin with another configuration: what is typed stays"
+            problem = Problem(what="the run that this begins with was removed", where="start", remedy=remedy)
+            return Start(name=asked.start, layer=(None, [problem]))
         layer = taken_from(_of_text(kept.text, folder.name), kept.working_folder)
         return Start(name=folder.name, layer=layer, run=folder.name, kept=kept)
     if asked.start not in starts():
@@ -183,6 +183,15 @@ def _start(studio: Studio, asked: Asked) -> Start:
         problem = Problem(what=f'no configuration "{asked.start}"', where="start", remedy=remedy)
         return Start(name=asked.start, layer=(None, [problem]))
     return Start(name=f"{asked.start}.yaml", layer=_shipped(asked.start), run=asked.start.replace("_", "-"))
+
+
+def settings_of(studio: Studio, run: str) -> tuple[Path, Kept]:
+    """The folder of the run with that id, and its settings. Raises UnknownIdError where one is missing."""
+    folder = run_folder(studio, run)
+    kept = kept_settings(studio, folder)
+    if kept is None:
+        raise UnknownIdError(run)
+    return folder, kept
 
 
 @lru_cache(maxsize=8)

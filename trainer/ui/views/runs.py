@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import ConfigError, TrainerError
-from trainer.telemetry.runs import find_runs, read_run
+from trainer.telemetry.runs import find_runs, is_run, read_run
 from trainer.ui.studio import Studio, found_by_id, identifier
 from trainer.ui.views.state import StateView, signature, state_view
 
@@ -111,6 +111,14 @@ def name_of(root: Path, folder: Path) -> str:
     """The name by which a run is shown: its folder below the root, or the root's own name."""
     relative = folder.relative_to(root).as_posix()
     return folder.name if relative == "." else relative
+
+
+def has_page(studio: Studio, folder: Path) -> bool:
+    """True for the folder of a run that is shown; one that still loads its base has no record."""
+    try:
+        return folder.is_relative_to(studio.runs) and is_run(folder)
+    except PermissionError:
+        return False
 
 
 def run_folders(studio: Studio, notes: list[str] | None = None) -> list[Path]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import stat
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -152,6 +154,58 @@ def test_masks_and_controls_go_with_their_picture(
     gone = {"cats/a.png", "cats/a.txt", *(("masks/a.png", "before/a.png") if writable else ())}
     assert set(before) - set(tree(studio.data)) == gone
     assert edits.undo(place) == [] and tree(studio.data) == before
+
+
+def test_a_folder_of_masks_that_was_removed_blocks_no_undo(studio: Studio) -> None:
+    """Of what was deleted before the picture and its caption come back, and the changes before it can too."""
+    place, other = make(studio, a="a cat", b="a bee"), make(studio, "masks")
+    write_pair(other.folder, "a.png").with_suffix(".txt").unlink()
+    keep(place, SETTINGS_NAME, dataclasses.replace(read_settings(place), mask="masks"))
+    before = tree(place.folder)
+    edits.write_captions(place, {"cats/b.txt": ("x", edits.caption_now(place, "cats/b.txt").etag)}, "first")
+    edits.delete(place, [one for one in looked(place).pictures if one.name == "cats/a.png"])
+    shutil.rmtree(other.folder)
+    assert edits.undo(place) == ["masks/a.png"]
+    assert (change := edits.last_change(place)) and change[1] == "first"
+    assert edits.undo(place) == [] and tree(place.folder) == before
+
+
+def test_a_caption_whose_folder_was_removed_blocks_no_undo(studio: Studio) -> None:
+    place = make(studio, a="a cat")
+    (place.folder / "inner").mkdir()
+    write_pair(place.folder / "inner", "b.png", "a bee")
+    for name in ("cats/a.txt", "cats/inner/b.txt"):
+        edits.write_captions(place, {name: ("x", edits.caption_now(place, name).etag)}, name)
+    shutil.rmtree(place.folder / "inner")
+    assert edits.undo(place) == ["cats/inner/b.txt"] and edits.undo(place) == []
+    assert (place.folder / "a.txt").read_text() == "a cat"
+
+
+def test_a_second_press_deletes_nothing_and_is_no_change(studio: Studio) -> None:
+    """Also from another tab, whose page still shows the picture."""
+    place = make(studio, a="a cat", b="a bee")
+    before, pictures = tree(place.folder), looked(place).pictures
+    edits.delete(place, pictures[:1])
+    first = edits.last_change(place)
+    edits.delete(place, pictures[:1])
+    assert edits.last_change(place) == first
+    edits.delete(place, pictures)
+    assert not tree(place.folder)
+    assert edits.undo(place) == edits.undo(place) == [] and tree(place.folder) == before
+
+
+def test_the_last_change_is_the_last_one_after_a_clock_was_set_back(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, plain = make(studio, a="a cat", b="a bee"), time.time_ns
+    before, pictures = tree(place.folder), looked(place).pictures
+    edits.write_captions(place, {"cats/a.txt": ("x", edits.caption_now(place, "cats/a.txt").etag)}, "first")
+    monkeypatch.setattr(edits.time, "time_ns", lambda: plain() - 3600 * 10**9)
+    monkeypatch.setattr(edits, "_MOST_CHANGES", 1)
+    edits.delete(place, pictures[1:])
+    assert (change := edits.last_change(place)) and change[1] == "b.png deleted"
+    assert edits.undo(place) == []
+    assert tree(place.folder) == before | {"a.txt": b"x\n"}
 
 
 def test_a_picture_does_not_leave_its_row_behind(studio: Studio) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -292,3 +293,53 @@ def test_what_was_deleted_a_week_ago_and_cut_off_a_day_ago_goes(studio: Studio, 
     assert [path.name for path in (studio.folder / "trash/data").iterdir()] == ["new"]
     assert sorted(path.name for path in place.folder.glob(".upload*")) == [".upload-link", ".upload-new"]
     assert (outside / "kept").exists()
+
+
+def test_a_clock_that_was_set_back_delays_no_look(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its page asked for looks without end, each with a process, and showed the old pictures."""
+    place = make(studio, a="a cat")
+    looked(place)
+    plain = time.time_ns
+    monkeypatch.setattr(worker.time, "time_ns", lambda: plain() - 3600 * 10**9)
+    write_pair(place.folder, "b.png", "a bee", seed=4)
+    worker.note_request(place)
+    view = look_view(studio, place.id)
+    assert (view.is_looking, view.is_old) == (True, True)
+    worker.look_at(place)
+    view = look_view(studio, place.id)
+    assert (view.is_looking, view.failed, view.is_old) == (False, False, False)
+    found = snapshot.read_snapshot(place)
+    assert found is not None and [one.name for one in found.pictures] == ["cats/a.png", "cats/b.png"]
+
+
+def test_what_cannot_be_removed_ends_no_look(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another user, or on a disk that takes no writes now."""
+    place, plain = make(studio, a="a cat"), os.unlink
+    for folder in (studio.folder / "trash/data/old", place.folder / ".upload-old"):
+        folder.mkdir(parents=True)
+        (folder / "x").write_text("x")
+        os.utime(folder, (time.time() - 9 * 86400,) * 2)
+
+    def unlink(path: str, *, dir_fd: int | None = None) -> None:
+        if dir_fd is not None:  # as folders are removed
+            raise OSError(errno.EROFS, "Read-only file system", path)
+        plain(path)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    assert looked(place).complete and (place.folder / ".upload-old/x").exists()
+
+
+def test_an_upload_that_ends_during_a_look_ends_no_look(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder goes between the listing and the question for its age; so does what another look empties."""
+    place, plain = make(studio, a="a cat"), Path.glob
+    trash = studio.folder / "trash/data"
+    trash.mkdir(parents=True)
+
+    def glob(folder: Path, pattern: str) -> list[Path]:
+        gone = [folder / ".upload-gone"] if folder in (place.folder, trash) else []
+        return [*gone, *plain(folder, pattern)]
+
+    monkeypatch.setattr(Path, "glob", glob)
+    assert looked(place).complete

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import html
 import io
@@ -15,9 +16,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.applications import Starlette
 from starlette.testclient import TestClient
+from starlette.types import Message
 
 from tests.unit.data.pictures import bomb, encoded, picture
+from tests.unit.ui.conftest import ORIGIN
 from tests.unit.ui.datasets.sets import make, tree
 from trainer.data.sets.look import look
 from trainer.errors import DataError
@@ -174,6 +178,35 @@ def test_pictures_that_metadata_names_keep_their_names(
     assert not problems
     told = send(client, place, [("a.png", OTHER), ("a.webp", encoded(picture(), "WEBP"))])
     assert told == {"a.png": "stored as a-2.png", "a.webp": "stored as a-3.webp"}
+
+
+def test_an_upload_that_is_cut_off_is_no_bug(app: Starlette, client: TestClient, studio: Studio) -> None:
+    """Who closes the tab: it was a traceback in the studio's log."""
+    place = make(studio)
+    head = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.png"\r\n\r\n'
+    messages = iter([{"type": "http.request", "body": head + PNG, "more_body": True}])
+    headers = {
+        "host": ORIGIN.removeprefix("http://"),
+        "origin": ORIGIN,
+        "cookie": "; ".join(f"{name}={value}" for name, value in client.cookies.items()),
+        "x-csrf-token": client.headers["X-CSRF-Token"],
+        "content-type": "multipart/form-data; boundary=x",
+        "content-length": "99999",
+    }
+    scope = {
+        "type": "http", "method": "POST", "path": f"/data/{place.id}/upload", "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }  # fmt: skip
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return next(messages, {"type": "http.disconnect"})
+
+    async def send_on(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send_on))
+    assert sent[0]["status"] == 400 and not list(place.folder.iterdir())
 
 
 def test_a_caption_for_a_picture_that_is_there(client: TestClient, studio: Studio) -> None:

@@ -18,9 +18,9 @@ from trainer.queue.clusters import records
 from trainer.queue.clusters.known import overview
 from trainer.queue.clusters.records import Submitted
 from trainer.queue.launcher import Seen, State
-from trainer.telemetry.runs import is_run
 from trainer.ui.looking import Look
 from trainer.ui.studio import Studio, identifier
+from trainer.ui.views.runs import has_page
 from trainer.ui.views.state import KINDS, StateView
 
 _PAUSE_SECONDS = 30.0
@@ -118,8 +118,4 @@ def _rows(studio: Studio, kept: Sequence[Submitted], seen: Mapping[str, Seen]) -
 
 def _page(studio: Studio, one: Submitted) -> str:
     run = Path(one.run)
-    try:
-        shown = run.is_relative_to(studio.runs) and is_run(run)
-    except PermissionError:
-        shown = False
-    return f"/runs/{identifier(studio.runs, run)}" if shown else ""
+    return f"/runs/{identifier(studio.runs, run)}" if has_page(studio, run) else ""

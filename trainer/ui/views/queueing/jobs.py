@@ -33,7 +33,7 @@ from trainer.ui.studio import Studio, UnknownIdError, identifier
 from trainer.ui.views.queueing.clusters import ClusterRow, cluster_look, cluster_rows
 from trainer.ui.views.queueing.lanes import Lane, lanes
 from trainer.ui.views.queueing.more import more_of
-from trainer.ui.views.runs import run_folder
+from trainer.ui.views.runs import has_page, run_folder
 from trainer.ui.views.state import KINDS, StateView
 from trainer.words.plurals import numbered
 
@@ -169,11 +169,7 @@ def _sections(studio: Studio, rows: Sequence[QueueRow], every: Sequence[Entry]) 
         if len(members) < 2:
             yield from (Section(group="", rows=(row,)) for row in together)
             continue
-        shown = [
-            run
-            for run in (entry.job.run for entry in members)
-            if run.is_dir() and run.is_relative_to(studio.runs)
-        ]
+        shown = [entry.job.run for entry in members if has_page(studio, entry.job.run)]
         words = "&".join(f"run={identifier(studio.runs, run)}" for run in shown)
         compare = f"/compare?{words}" if len(shown) > 1 else ""
         yield Section(
@@ -219,14 +215,13 @@ def _rests(folder: Path, changes: bytes | None) -> bool:
 def _row(studio: Studio, entry: Entry, places: Sequence[int], gpus: Sequence[GpuUse]) -> QueueRow:
     """The row of a job; `places` are the numbers of those that wait or are held, in their order."""
     job, state = entry.job, entry.seen.state
-    below = job.run.is_relative_to(studio.runs)
     return QueueRow(
         id=job.id,
         name=job.name,
         group=job.group,
         state=StateView(kind=KINDS[state], word=state.value, detail=_COMMAND.sub("", entry.note)),
         gpus=entry.gpus,
-        page=_page(studio, entry) if below and job.run.is_dir() else "",
+        page=_page(studio, entry),
         acts=_acts(state, first=places[:1] == [job.id], last=places[-1:] == [job.id]),
         choices=()
         if state in ALIVE or job.gpus == (CPU,) or len(gpus) <= job.count
@@ -240,7 +235,9 @@ def _row(studio: Studio, entry: Entry, places: Sequence[int], gpus: Sequence[Gpu
 def _page(studio: Studio, entry: Entry) -> str:
     run = entry.job.run
     if entry.pictures is None:
-        return f"/runs/{identifier(studio.runs, run)}"
+        return f"/runs/{identifier(studio.runs, run)}" if has_page(studio, run) else ""
+    if not (run.is_relative_to(studio.runs) and run.is_dir()):
+        return ""
     return f"/try/{identifier(studio.runs, run_of(run))}/{run.name}"
 
 
