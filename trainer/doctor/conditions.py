@@ -66,7 +66,8 @@ def normal(value: str) -> str:
 
 def found(test: Test, document: Document, case: Case, captured: Sequence[str] = ()) -> Iterator[Found]:
     """Entries of one document that pass a test."""
-    passes, operand = VERBS[test.verb], tuple(_put(one, captured) for one in test.operand)
+    texts = _texts(test, captured)
+    passes, operand = VERBS[test.verb], tuple(_put(one, texts) for one in test.operand)
     for key in test.keys:
         for entry, stars in _named(_put(key, captured), document):
             if passes(entry, operand, case):
@@ -88,6 +89,13 @@ def holds(condition: Condition, document: Document, case: Case, captured: Sequen
     if condition.verb == "product_not_multiple_of":
         return any(_product(condition, one) for one in asked)
     return any(True for one in asked for _ in found(condition, one, case, captured))
+
+
+def _texts(test: Test, captured: Sequence[str]) -> Sequence[str]:
+    """Captured keys for an operand: in a regular expression as plain text, where `_` may stand for a dot."""
+    if test.verb != "matches":
+        return captured
+    return [re.escape(key).replace("_", "[._]") for key in captured]
 
 
 def _put(key: str, captured: Sequence[str]) -> str:
