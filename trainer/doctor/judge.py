@@ -160,18 +160,22 @@ def decided(documents: Sequence[Document]) -> tuple[Decided, ...]:
     case = Case(documents=tuple(documents))
     found = []
     for wish in rules.wishes():
-        places = [
-            _chosen(document, entry, place.note)
+        by_place = [
+            dict.fromkeys(
+                _chosen(document, entry, place.note)
+                for document in case.of(place.kinds)
+                for entry, _ in conditions.found(place.test, document, case)
+            )
             for place in wish.places
-            for document in case.of(place.kinds)
-            for entry, _ in conditions.found(place.test, document, case)
         ]
-        winner, *losers = dict.fromkeys(places) or ("",)
+        # files of one place are of several runs, each of which reads its own
+        winners, *later = [one for one in by_place if one] or [{}]
+        losers = tuple(dict.fromkeys(text for one in later for text in one if text not in winners))
         if losers:
             one = Decided(
                 wish=wish.name,
-                winner=winner,
-                losers=tuple(losers),
+                winner=" or ".join(winners),
+                losers=losers,
                 why=wish.why,
                 here=wish.here,
                 source=wish.source,

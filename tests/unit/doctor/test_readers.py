@@ -310,7 +310,8 @@ def test_files_that_cannot_be_read_are_problems_and_others_are_read(tmp_path: Pa
     (tmp_path / "bytes.sh").write_bytes(b"export A=1\n\xff\n")
     (tmp_path / "bad.json").write_text('{\n"a": }')
     (tmp_path / "good.yaml").write_text("services: {}\n")
-    result = read([tmp_path, tmp_path / "absent.yaml", Path("/dev/null")])
+    files = [tmp_path / "large.yaml", tmp_path / "bad.json", tmp_path / "absent.yaml", Path("/dev/null")]
+    result = read([tmp_path, *files])
     assert [document.kind for document in result.documents] == ["compose"]
     said = {Path(problem.where.partition(":")[0]).name: problem for problem in result.problems}
     assert sorted(said) == ["absent.yaml", "bad.json", "bytes.sh", "large.yaml", "null"]
