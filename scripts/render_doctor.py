@@ -74,7 +74,8 @@ and its corrected script ends in the middle of a command (`sh-continuation`).
 
 ## Who decides
 
-The first place that has a choice decides; `auto` and switches that are off are none.
+The first place that has a choice decides, and of several files of one place each decides for its own run.
+`auto` and switches that are off are no choice.
 """
 
 

@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 from trainer.doctor.entries import Document, Entry
 from trainer.machine.facts import version_from
@@ -51,6 +52,8 @@ class Case:
     """All documents that are judged together, and lists of keys that programs know."""
 
     documents: tuple[Document, ...]
+    judged: Document | None = None
+    """The document whose entries a rule looks at."""
     known: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def of(self, kinds: Sequence[str]) -> Iterator[Document]:
@@ -155,18 +158,36 @@ def _is_in(entry: Entry, operand: tuple[str, ...]) -> bool:
 
 
 def _differs(entry: Entry, operand: tuple[str, ...], case: Case) -> bool:
-    """True where another document has a value of one of these keys, and none like this one.
+    """True where a run that names this DeepSpeed file has another value of one of these keys; where no run
+    names it, where those that name none have a value, and none like this one.
 
-    `operand` is kinds and keys, a comma between two. What is `auto`, or holds a variable, agrees with all.
+    `operand` is kinds and keys, a comma between two, and the keys' value in a configuration that has none of
+    them. What is `auto`, or holds a variable, agrees with all.
     """
     own = _comparable(entry.value)
-    if own is None or entry.section:
+    if own is None or entry.section or case.judged is None:
         return False
-    kinds, keys = operand[0].split(","), operand[1].split(",")
-    pairs = ((one, key) for one in case.of(kinds) for key in keys)
-    others = [other for one, key in pairs for other, _ in _named(key, one) if not other.section]
-    values = [value for other in others if (value := _comparable(other.value)) is not None]
-    return bool(values) and own not in values
+    keys, default = operand[1].split(","), tuple(operand[2:])
+    file = PurePath(case.judged.place).name
+    own_runs, others = list[Document](), list[Document]()
+    for one in case.of(operand[0].split(",")):
+        files = {PurePath(said.value).name for said, _ in _named("deepspeed", one) if not said.section}
+        if file in files:
+            own_runs.append(one)
+        elif not any(name.endswith(".json") for name in files):
+            others.append(one)
+    if own_runs:
+        # a script's arguments may go on in a variable: there nobody knows that a key is not written
+        found = [_values(one, keys, default if one.kind != "arguments" else ()) for one in own_runs]
+    else:
+        found = [[value for one in others for value in _values(one, keys)]]
+    return any(values and own not in values for values in found)
+
+
+def _values(document: Document, keys: Sequence[str], default: tuple[str, ...] = ()) -> list[str | float]:
+    """Values of keys that can be compared; of a key that is not there at all its default."""
+    said = [entry.value for key in keys for entry, _ in _named(key, document) if not entry.section]
+    return [value for text in said or default if (value := _comparable(text)) is not None]
 
 
 def _comparable(value: str) -> str | float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.config import elsewhere, secrets
 from trainer.doctor import conditions, rules
@@ -72,6 +72,7 @@ def judge(documents: Iterable[Document]) -> tuple[Finding, ...]:
 
 def _of_document(document: Document, case: Case) -> Iterator[Finding]:
     told: set[tuple[str, ...]] = set()
+    case = replace(case, judged=document)
     for rule in rules.rules():
         if document.kind not in rule.kinds:
             continue

@@ -55,7 +55,8 @@ def script(text: str, place: str) -> Iterator[Document]:
             found += _docker_run(words, str(number))
         launched, options = _launched(words)
         found += launched
-        if options:
+        # who parses by DeepSpeed's own arguments is no Trainer of HF, whose words the others are
+        if options and not any(option.name == "deepspeed_config" for option in options):
             training.append(Document(kind="arguments", place=place, entries=tuple(options)))
     yield Document(kind="script", place=place, entries=tuple(found))
     yield from training

@@ -71,3 +71,52 @@ def test_a_set_of_any_name_is_found_in_the_list_of_sets(tmp_path: Path, name: st
     assert [one.rule for one in report.findings] == ["lf-kto-other-stage"]
     other = asked(Side(files={"dataset_info.json": info, "sft.yaml": chosen.replace(name, "a")}), tmp_path)
     assert not other.findings
+
+
+OWN = (
+    ("gradient_clipping", "0.5", "--max_grad_norm 1"),
+    ("train_micro_batch_size_per_gpu", "2", "--per_device_train_batch_size 1"),
+    ("gradient_accumulation_steps", "2", "--gradient_accumulation_steps 1"),
+    ("bf16", '{"enabled": false}', "--bf16 true"),
+    ("optimizer", '{"params": {"lr": 3e-5}}', "--learning_rate 1e-4"),
+)
+
+
+@pytest.mark.parametrize(("key", "value", "words"), OWN, ids=[key for key, _, _ in OWN])
+def test_a_program_with_deepspeeds_own_arguments_is_no_trainer_of_hf(
+    tmp_path: Path, key: str, value: str, words: str
+) -> None:
+    files = {
+        "ds.json": f'{{"zero_optimization": {{"stage": 2}}, "{key}": {value}}}',
+        "run.sh": f"deepspeed --num_gpus 8 squad.py {words} --deepspeed --deepspeed_config ds.json\n",
+    }
+    assert not asked(Side(files=files), tmp_path).findings
+    files["ds.json"] = files["ds.json"].replace(value, '"auto"').replace("bf16", "fp16")
+    report = asked(Side(files=files), tmp_path)
+    assert {one.rule for one in report.findings} == {"ds-auto-without-trainer"}
+
+
+def test_a_deepspeed_file_is_compared_with_runs_that_name_it(tmp_path: Path) -> None:
+    run = "stage: sft\nfinetuning_type: lora\ndeepspeed: conf/%s\nper_device_train_batch_size: %d\n"
+    file = '{"train_micro_batch_size_per_gpu": %d}'
+    files = {"z2.json": file % 4, "z3.json": file % 1, "b.yaml": run % ("z3.json", 1)}
+    assert not asked(Side(files=files), tmp_path).findings
+    files = {"z2.json": file % 1, "a.yaml": run % ("z2.json", 4), "b.yaml": run % ("z2.json", 1)}
+    assert [one.rule for one in asked(Side(files=files), tmp_path).findings] == ["ds-batch-differs"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [("gradient_clipping", 0.5, "ds-clipping"), ("gradient_accumulation_steps", 2, "ds-accumulation")],
+)
+def test_what_a_run_does_not_write_is_compared_by_its_default(
+    tmp_path: Path, key: str, value: float, said: str
+) -> None:
+    files = {
+        "ds.json": json.dumps({"zero_optimization": {"stage": 2}, key: value}),
+        "sft.yaml": "stage: sft\nfinetuning_type: lora\ndeepspeed: ds.json\n",
+    }
+    report = asked(Side(files=files), tmp_path)
+    assert [one.rule for one in report.findings] == [f"{said}-differs"]
+    files["sft.yaml"] = "stage: sft\nfinetuning_type: lora\n"
+    assert not asked(Side(files=files), tmp_path).findings
