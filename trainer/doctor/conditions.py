@@ -215,6 +215,12 @@ def _misspelt(entry: Entry, operand: tuple[str, ...], case: Case) -> bool:
     return entry.name not in known and near(entry, known) is not None
 
 
+def _unknown(entry: Entry, operand: tuple[str, ...], case: Case) -> bool:
+    """True for a key that a program does not know, and that is like none that it knows."""
+    known = case.known[operand[0]]
+    return entry.name not in known and near(entry, known) is None
+
+
 def near(entry: Entry, known: Iterable[str]) -> str | None:
     """The known key that the entry's was meant to be."""
     return closest(entry.name[:60], known, cutoff=_NEAR) if len(entry.name) > 3 else None
@@ -238,6 +244,7 @@ VERBS: Mapping[str, Callable[[Entry, tuple[str, ...], Case], bool]] = {
     "differs_from": _differs,
     "repeats": lambda entry, operand, case: entry.first_line > 0,
     "misspelt": _misspelt,
+    "unknown": _unknown,
     "product_not_multiple_of": lambda entry, operand, case: False,
 }
 """Words for what a value must be; `absent` is about keys, `product_not_multiple_of` about several."""
