@@ -116,6 +116,16 @@ def words(text: str) -> list[list[str]]:
         ('a="$(b c; d)" e ${f:-g h}', [["a=$(b c; d)", "e", "${f:-g h}"]]),
         ("a 'never closed", [["a", "never closed"]]),
         ("a{b,c} d#e", [["a{b,c}", "d#e"]]),
+        (
+            "N=$(nvidia-smi | awk -F'(' '{print $1}' | wc -l)\nb",
+            [["N=$(nvidia-smi | awk -F'(' '{print $1}' | wc -l)"], ["b"]],
+        ),
+        ("N=$(sed 's/(.*//' f)\nb", [["N=$(sed 's/(.*//' f)"], ["b"]]),
+        ('N="$(sed "s/)//" f)" b', [['N=$(sed "s/)//" f)', "b"]]),
+        ("N=$(a \\( b)\nc", [["N=$(a \\( b)"], ["c"]]),
+        ("${A:-it's} b\nc 'd'", [["${A:-it's}", "b"], ["c", "d"]]),
+        ("a --b=`c -L | wc -l` d", [["a", "--b=`c -L | wc -l`", "d"]]),
+        ("a `never closed", [["a", "`never closed"]]),
     ],
 )
 def test_shell_words(text: str, expected: list[list[str]]) -> None:
@@ -200,6 +210,7 @@ def test_data_that_is_broken_is_a_problem(tmp_path: Path, text: str, line: int) 
         ("accelerate launch --dynamo_use_fullgraph -m x --a", "accelerate", {"a": "true"}),
         ("accelerate launch --unknown_switch x.py --a", "accelerate", {"a": "true"}),
         ("deepspeed --num_gpus 8 --force_multi x.py --a", "deepspeed", {"a": "true"}),
+        ("torchrun --nproc_per_node 8 --nnodes `wc -l < f | cat` x.py --a", "torchrun", {"a": "true"}),
     ],
 )
 def test_launchers(text: str, launcher: str, options: dict[str, str]) -> None:
