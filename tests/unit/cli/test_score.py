@@ -85,3 +85,18 @@ def test_a_png_that_pillow_refuses_is_told_with_its_name(
     assert main(["score", "--pictures", str(tmp_path), "--clip", "x", "--data", str(tmp_path)]) == 65
     said = capsys.readouterr().err
     assert "cannot be read" in said and str(tmp_path / "a.png") in said
+
+
+@pytest.mark.parametrize(("names", "said"), [(("2", "10"), "10 comes before 2"), (("02", "10"), "no metric")])
+def test_prompts_are_refused_where_names_have_two_orders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "out").mkdir()
+    for name in names:
+        write_pair(tmp_path / "out", f"{name}.png")
+    (tmp_path / "prompts.txt").write_text("a\nb\n")
+    words = ["score", "--pictures", str(tmp_path / "out"), "--prompts", str(tmp_path / "prompts.txt")]
+    code = main([*words, "--metric", "kid"])
+    assert code == 65
+    err = capsys.readouterr().err
+    assert ("10 comes before 2" in err) is (said == "10 comes before 2")
