@@ -63,7 +63,9 @@ RECORD_KEYS = _words("messages conversations instruction")
 """Keys of which a conversation's record has one."""
 _SOURCES = _words("file_name hf_hub_url ms_hub_url om_hub_url script_url cloud_file_name")
 """Keys of which an entry of LLaMA-Factory's dataset_info.json has one."""
-_PACKAGE = re.compile(r"[A-Za-z0-9][\w.-]*(?:\[[\w,. -]*\])?\s*(?:==\s*\S+|@\s*\S+)(?:\s*[;#].*)?")
+_PACKAGE = re.compile(
+    r"[A-Za-z0-9][\w.-]*(?:\[[\w,. -]*\])?\s*(?:==\s*[^\s\\]+|@\s*\S+)(?:\s*[;#].*)?(?:\s*\\)?"
+)
 _OF_PACKAGES = re.compile(r"\s*(?:#.*|-[er]\s.*|--?[\w-]+.*|)")
 _VARIABLE = re.compile(r"(?:export )?[A-Za-z_][A-Za-z0-9_]*=(?!=).*")
 _DOCKERFILE = re.compile(r"(?:dockerfile|containerfile)(?:[._-].*)?|.*\.dockerfile", re.IGNORECASE)

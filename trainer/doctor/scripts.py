@@ -42,6 +42,8 @@ _DOCKER_SWITCH = re.compile(
 """Options of `docker run` that take no value."""
 _PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
 _ARGUMENT = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+_DEFAULT = re.compile(r"\$\{\w+:?[-=]([^$}]*)\}")
+"""Value that holds unless somebody sets the variable: `${NAME:-1}`."""
 _INSTRUCTION = re.compile(r"\s*([A-Za-z]+)\s+(.*)", re.DOTALL)
 _DOCKER_HEREDOC = re.compile(r"<<-?[\"']?(\w+)[\"']?")
 
@@ -60,6 +62,12 @@ def script(text: str, place: str) -> Iterator[Document]:
         words = _plain(command)
         if words and words[0].text.rpartition("/")[2] == "docker":
             found += _docker_run(words, str(number))
+        # in a text for another shell, or in a variable, it starts all the same
+        found += (
+            Entry(path=("launcher", "name"), value="accelerate", line=word.line)
+            for word in command
+            if re.search(r"\baccelerate(?:\.commands\.launch|\s+launch)\b", word.text)
+        )
         launched, options = _launched(words)
         found += launched
         found += () if options else _secrets(command)
@@ -116,7 +124,8 @@ def _variables(command: Sequence[Word]) -> Iterator[Entry]:
     for word in words[exports:]:
         match = _ASSIGNMENT.fullmatch(word.text)
         if match:
-            yield Entry(path=("env", match[1]), value=match[2], line=word.line)
+            default = _DEFAULT.fullmatch(match[2])
+            yield Entry(path=("env", match[1]), value=default[1] if default else match[2], line=word.line)
         elif not (exports and word.text.startswith("-")):
             return
 

@@ -141,7 +141,8 @@ def _escape(state: _State) -> None:
         state.take(place + 2)
         return
     rest = re.compile(r"\\[ \t]+(?=#|\n|\Z)").match(text, place)
-    if rest is not None:
+    is_value = re.fullmatch(r"\w+=", "".join(state.letters or ())) is not None  # IFS=\ and the line's end
+    if rest is not None and not is_value:
         state.broken.append(state.line)
         state.end_word()
         state.place = rest.end()

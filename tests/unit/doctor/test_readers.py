@@ -266,6 +266,7 @@ def test_an_image_that_an_argument_names(name: str) -> None:
         ("x", "# b\nARG a=1\nFROM a:$a\n", "dockerfile"),
         ("x", "#!/usr/bin/env bash\ntrue\n", "script"),
         ("x.txt", "a==1\nb @ file:///c\n-e d\n", "packages"),
+        ("x.txt", "a==1 \\\n    --hash=sha256:0a \\\n    --hash=sha256:0b\nb==2\n", "packages"),
         (".env", "A=1\n# b\nC=2\n", "environment"),
         ("env.txt", "SSH_CONNECTION=1.2.3.4 50 5.6.7.8 22\nPYTHON=/usr/bin/python3\n", "environment"),
         ("x.txt", "CUDA_VISIBLE_DEVICES=0 accelerate launch x\n", "script"),
