@@ -75,8 +75,8 @@ class Run:
 
     @property
     def losses(self) -> list[float]:
-        """Losses by step, of a run that diverged without the last ones that are not finite; NaN of a step that
-        overflowed fp16 and was skipped.
+        """Losses by step, of a run that diverged without the last ones that are not finite; NaN of a step
+        that overflowed fp16 and was skipped.
         """
         found = [row["loss"] for row in self.rows if "loss" in row]
         while self.code == ExitCode.DIVERGED and found and found[-1] is None:
