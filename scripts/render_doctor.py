@@ -53,7 +53,7 @@ one is a cost, two are wrong, and the last asks who decides.
 """
 _SEVEN = (
     ("1 an `fp8` section in DeepSpeed's file", "right: nothing reads it", "`ds-fp8-section`"),
-    ("2 gradients summed in fp32", "a cost: accurate, and DeepSpeed's own default", "`ds-fp32-sums`"),
+    ("2 gradients summed in fp32", "a cost: accurate; without it ZeRO sums in bf16", "`ds-fp32-sums`"),
     ("3 messages in fp32", "on several GPUs only", "`ds-fp32-messages-several`, `ds-fp32-messages`"),
     (
         "4 `fp8_backend: auto`",
@@ -74,7 +74,8 @@ and its corrected script ends in the middle of a command (`sh-continuation`).
 
 ## Who decides
 
-The first place that has a choice decides; `auto` and switches that are off are none.
+The first place that has a choice decides, and of several files of one place each decides for its own run.
+`auto` and switches that are off are no choice.
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,6 +176,7 @@ def _prompted(asked: _Asked, pictures: list[Picture]) -> list[Picture]:
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"cannot be read ({error})", where=str(asked.prompts)) from error
         prompts = [line.strip() for line in lines if line.strip()]
+        _require_one_order(pictures, asked)
         if len(prompts) != len(pictures):
             raise DataError(
                 f"{numbered(len(prompts), 'prompt')} for {numbered(len(pictures), 'picture')},"
@@ -183,6 +185,24 @@ def _prompted(asked: _Asked, pictures: list[Picture]) -> list[Picture]:
                 remedy="write a line for each picture, in the order of their names",
             )
     return [dataclasses.replace(one, prompt=text) for one, text in zip(pictures, prompts, strict=True)]
+
+
+def _require_one_order(pictures: Sequence[Picture], asked: _Asked) -> None:
+    """Raises DataError where names by their numbers have another order than by their letters: whose line is
+    whose nobody can say then.
+    """
+    names = [one.name for one in pictures]
+    if names != sorted(names, key=_by_number):
+        raise DataError(
+            "names of pictures have numbers of unequal lengths, so that 10 comes before 2",
+            where=str(asked.pictures or asked.run),
+            remedy="write the numbers with zeros before them, 02, and the prompts in that order",
+        )
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """A key by which 2 comes before 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _scorer(asked: _Asked, config: RunConfig | None, groups: Sequence[Sequence[Picture]]) -> Scorer:

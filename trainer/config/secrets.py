@@ -52,6 +52,11 @@ def names_secret(name: str) -> bool:
     return _NAMES.fullmatch(name.replace("-", "_")) is not None
 
 
+def is_known_form(text: str) -> bool:
+    """True for a text that is a token by its form alone."""
+    return _KNOWN.fullmatch(text) is not None
+
+
 def shown(text: str) -> str:
     """`text` for a terminal or a log: without secrets, and with control characters spelled out."""
     return printable(redacted(text))

@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 from trainer.doctor.entries import Document, Entry
 from trainer.machine.facts import version_from
@@ -51,6 +52,8 @@ class Case:
     """All documents that are judged together, and lists of keys that programs know."""
 
     documents: tuple[Document, ...]
+    judged: Document | None = None
+    """The document whose entries a rule looks at."""
     known: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def of(self, kinds: Sequence[str]) -> Iterator[Document]:
@@ -66,7 +69,8 @@ def normal(value: str) -> str:
 
 def found(test: Test, document: Document, case: Case, captured: Sequence[str] = ()) -> Iterator[Found]:
     """Entries of one document that pass a test."""
-    passes, operand = VERBS[test.verb], tuple(_put(one, captured) for one in test.operand)
+    texts = _texts(test, captured)
+    passes, operand = VERBS[test.verb], tuple(_put(one, texts) for one in test.operand)
     for key in test.keys:
         for entry, stars in _named(_put(key, captured), document):
             if passes(entry, operand, case):
@@ -88,6 +92,13 @@ def holds(condition: Condition, document: Document, case: Case, captured: Sequen
     if condition.verb == "product_not_multiple_of":
         return any(_product(condition, one) for one in asked)
     return any(True for one in asked for _ in found(condition, one, case, captured))
+
+
+def _texts(test: Test, captured: Sequence[str]) -> Sequence[str]:
+    """Captured keys for an operand: in a regular expression as plain text, where `_` may stand for a dot."""
+    if test.verb != "matches":
+        return captured
+    return [re.escape(key).replace("_", "[._]") for key in captured]
 
 
 def _put(key: str, captured: Sequence[str]) -> str:
@@ -147,18 +158,36 @@ def _is_in(entry: Entry, operand: tuple[str, ...]) -> bool:
 
 
 def _differs(entry: Entry, operand: tuple[str, ...], case: Case) -> bool:
-    """True where another document has a value of one of these keys, and none like this one.
+    """True where a run that names this DeepSpeed file has another value of one of these keys; where no run
+    names it, where those that name none have a value, and none like this one.
 
-    `operand` is kinds and keys, a comma between two. What is `auto`, or holds a variable, agrees with all.
+    `operand` is kinds and keys, a comma between two, and the keys' value in a configuration that has none of
+    them. What is `auto`, or holds a variable, agrees with all.
     """
     own = _comparable(entry.value)
-    if own is None or entry.section:
+    if own is None or entry.section or case.judged is None:
         return False
-    kinds, keys = operand[0].split(","), operand[1].split(",")
-    pairs = ((one, key) for one in case.of(kinds) for key in keys)
-    others = [other for one, key in pairs for other, _ in _named(key, one) if not other.section]
-    values = [value for other in others if (value := _comparable(other.value)) is not None]
-    return bool(values) and own not in values
+    keys, default = operand[1].split(","), tuple(operand[2:])
+    file = PurePath(case.judged.place).name
+    own_runs, others = list[Document](), list[Document]()
+    for one in case.of(operand[0].split(",")):
+        files = {PurePath(said.value).name for said, _ in _named("deepspeed", one) if not said.section}
+        if file in files:
+            own_runs.append(one)
+        elif not any(name.endswith(".json") for name in files):
+            others.append(one)
+    if own_runs:
+        # a script's arguments may go on in a variable: there nobody knows that a key is not written
+        found = [_values(one, keys, default if one.kind != "arguments" else ()) for one in own_runs]
+    else:
+        found = [[value for one in others for value in _values(one, keys)]]
+    return any(values and own not in values for values in found)
+
+
+def _values(document: Document, keys: Sequence[str], default: tuple[str, ...] = ()) -> list[str | float]:
+    """Values of keys that can be compared; of a key that is not there at all its default."""
+    said = [entry.value for key in keys for entry, _ in _named(key, document) if not entry.section]
+    return [value for text in said or default if (value := _comparable(text)) is not None]
 
 
 def _comparable(value: str) -> str | float | None:
@@ -186,6 +215,12 @@ def _misspelt(entry: Entry, operand: tuple[str, ...], case: Case) -> bool:
     return entry.name not in known and near(entry, known) is not None
 
 
+def _unknown(entry: Entry, operand: tuple[str, ...], case: Case) -> bool:
+    """True for a key that a program does not know, and that is like none that it knows."""
+    known = case.known[operand[0]]
+    return entry.name not in known and near(entry, known) is None
+
+
 def near(entry: Entry, known: Iterable[str]) -> str | None:
     """The known key that the entry's was meant to be."""
     return closest(entry.name[:60], known, cutoff=_NEAR) if len(entry.name) > 3 else None
@@ -209,6 +244,7 @@ VERBS: Mapping[str, Callable[[Entry, tuple[str, ...], Case], bool]] = {
     "differs_from": _differs,
     "repeats": lambda entry, operand, case: entry.first_line > 0,
     "misspelt": _misspelt,
+    "unknown": _unknown,
     "product_not_multiple_of": lambda entry, operand, case: False,
 }
 """Words for what a value must be; `absent` is about keys, `product_not_multiple_of` about several."""

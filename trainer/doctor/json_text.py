@@ -22,6 +22,10 @@ class JsonError(ValueError):
         self.line = line
 
 
+class TooLargeError(JsonError):
+    """More keys, or deeper ones, than a configuration has: the text may be right."""
+
+
 def entries(text: str) -> list[Entry]:
     """Every key of the text in its order; raises JsonError where it is no JSON, or too deep or long."""
     reader = _Reader(text)
@@ -95,10 +99,10 @@ class _Reader:
     def value(self, path: tuple[str, ...], line: int) -> Iterator[Entry]:
         """Entries of the value at the place; `line` is its key's."""
         if len(path) > MOST_DEPTH:
-            raise self.error(f"nested more than {MOST_DEPTH} deep")
+            raise TooLargeError(f"nested more than {MOST_DEPTH} deep", self.line)
         self.count += 1
         if self.count > MOST_ENTRIES:
-            raise self.error(f"more than {MOST_ENTRIES} keys")
+            raise TooLargeError(f"more than {MOST_ENTRIES} keys", self.line)
         first = self.skip()
         if first in ("{", "["):
             if path:

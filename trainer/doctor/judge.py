@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.config import elsewhere, secrets
 from trainer.doctor import conditions, rules
@@ -72,6 +72,7 @@ def judge(documents: Iterable[Document]) -> tuple[Finding, ...]:
 
 def _of_document(document: Document, case: Case) -> Iterator[Finding]:
     told: set[tuple[str, ...]] = set()
+    case = replace(case, judged=document)
     for rule in rules.rules():
         if document.kind not in rule.kinds:
             continue
@@ -160,18 +161,22 @@ def decided(documents: Sequence[Document]) -> tuple[Decided, ...]:
     case = Case(documents=tuple(documents))
     found = []
     for wish in rules.wishes():
-        places = [
-            _chosen(document, entry, place.note)
+        by_place = [
+            dict.fromkeys(
+                _chosen(document, entry, place.note)
+                for document in case.of(place.kinds)
+                for entry, _ in conditions.found(place.test, document, case)
+            )
             for place in wish.places
-            for document in case.of(place.kinds)
-            for entry, _ in conditions.found(place.test, document, case)
         ]
-        winner, *losers = dict.fromkeys(places) or ("",)
+        # files of one place are of several runs, each of which reads its own
+        winners, *later = [one for one in by_place if one] or [{}]
+        losers = tuple(dict.fromkeys(text for one in later for text in one if text not in winners))
         if losers:
             one = Decided(
                 wish=wish.name,
-                winner=winner,
-                losers=tuple(losers),
+                winner=" or ".join(winners),
+                losers=losers,
                 why=wish.why,
                 here=wish.here,
                 source=wish.source,

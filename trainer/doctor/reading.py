@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 
 from trainer.doctor import json_text, manifests, recognise, scripts, yaml_text
 from trainer.doctor.entries import MOST_BYTES, Document, Entry, with_repeats
-from trainer.doctor.json_text import JsonError
+from trainer.doctor.json_text import JsonError, TooLargeError
 from trainer.doctor.surroundings import machine_document, plain_name
 from trainer.errors import ConfigError, Problem
 from trainer.machine.facts import Facts
@@ -36,6 +36,8 @@ class Read:
     problems: tuple[Problem, ...] = ()
     facts: Facts | None = None
     """The machine, where one of the files is a recorded one."""
+    has_signs: bool = True
+    """False for a file that cannot be read and has no key by which a kind is told."""
 
 
 def read(paths: Iterable[Path], environment: Path | None = None) -> Read:
@@ -54,7 +56,7 @@ def read(paths: Iterable[Path], environment: Path | None = None) -> Read:
         one = _file(path, is_ours=is_ours)
         # in a folder nobody named this file: one that is not known is none of the doctor's
         documents += [part for part in one.documents if is_named or part.kind != "unknown"]
-        problems += one.problems
+        problems += one.problems if is_named or one.has_signs else ()
         facts = one.facts or facts
     return Read(documents=tuple(documents), problems=tuple(problems), facts=facts)
 
@@ -105,7 +107,8 @@ def _file(path: Path, *, is_ours: bool) -> Read:
     if len(raw) > MOST_BYTES:
         if data := _records(path, raw[:MOST_BYTES].decode("utf-8-sig", errors="ignore"), whole=False):
             return data
-        return refused("too large for a configuration (over 1 MiB)", "give the configuration itself")
+        large = refused("too large for a configuration (over 1 MiB)", "give the configuration itself")
+        return replace(large, has_signs=False)
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -146,9 +149,13 @@ def _json(path: PurePath, text: str) -> Read:
             return _yaml(place, text)
         if path.suffix != ".json":  # TOML begins with a bracket too
             return Read(documents=(Document(kind="unknown", place=place, entries=()),))
+        what = f"not valid JSON: {error}"
         remedy = "correct it: what reads it as JSON stops here (DeepSpeed alone reads Hjson)"
-        problem = Problem(what=f"not valid JSON: {error}", where=f"{place}:{error.line}", remedy=remedy)
-        return Read(problems=(problem,))
+        is_large = isinstance(error, TooLargeError)
+        if is_large:
+            what, remedy = f"too large for a configuration ({error})", "give the configuration itself"
+        problem = Problem(what=what, where=f"{place}:{error.line}", remedy=remedy)
+        return Read(problems=(problem,), has_signs=not is_large and recognise.has_signs(text))
     if recognise.is_facts(found):
         try:
             facts = recorded(text, place)
@@ -176,7 +183,8 @@ def _yaml(place: str, text: str) -> Read:
     documents = tuple(_tree(place, part) for part in parts if part)
     if not documents and not problems:
         documents = (Document(kind="unknown", place=place, entries=()),)
-    return Read(documents=documents, problems=tuple(problems))
+    # a folder has templates of Helm and data beside its configurations
+    return Read(documents=documents, problems=tuple(problems), has_signs=recognise.has_signs(text))
 
 
 def _tree(place: str, entries: Sequence[Entry]) -> Document:

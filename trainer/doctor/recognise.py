@@ -57,11 +57,15 @@ _SIGNS: tuple[tuple[str, frozenset[str], int], ...] = (
     ),
 )
 """Kind, keys at its root, and how many of them it needs."""
+_MOST_LETTERS = 20_000
+"""Letters of a text that cannot be read in which keys are looked for."""
 RECORD_KEYS = _words("messages conversations instruction")
 """Keys of which a conversation's record has one."""
 _SOURCES = _words("file_name hf_hub_url ms_hub_url om_hub_url script_url cloud_file_name")
 """Keys of which an entry of LLaMA-Factory's dataset_info.json has one."""
-_PACKAGE = re.compile(r"[A-Za-z0-9][\w.-]*(?:\[[\w,. -]*\])?\s*(?:==\s*\S+|@\s*\S+)(?:\s*[;#].*)?")
+_PACKAGE = re.compile(
+    r"[A-Za-z0-9][\w.-]*(?:\[[\w,. -]*\])?\s*(?:==\s*[^\s\\]+|@\s*\S+)(?:\s*[;#].*)?(?:\s*\\)?"
+)
 _OF_PACKAGES = re.compile(r"\s*(?:#.*|-[er]\s.*|--?[\w-]+.*|)")
 _VARIABLE = re.compile(r"(?:export )?[A-Za-z_][A-Za-z0-9_]*=(?!=).*")
 _DOCKERFILE = re.compile(r"(?:dockerfile|containerfile)(?:[._-].*)?|.*\.dockerfile", re.IGNORECASE)
@@ -90,6 +94,16 @@ def of_tree(entries: Sequence[Entry]) -> str:
     }:
         return "datasets"
     return next((kind for kind, keys, least in _SIGNS if len(keys & roots) >= least), "unknown")
+
+
+def has_signs(text: str) -> bool:
+    """True where a text that cannot be read has keys by which a kind is told, and is no template of one."""
+    if "{{" in text:
+        return False
+    keys = frozenset(re.findall(r"[\"']?([A-Za-z_]\w*)[\"']?\s*:", text[:_MOST_LETTERS]))
+    if "family" in keys or keys & _SOURCES or ("enabled" in keys and keys & {"bf16", "fp16"}):
+        return True
+    return any(len(signs & keys) >= least for _, signs, least in _SIGNS)
 
 
 def is_facts(entries: Sequence[Entry]) -> bool:

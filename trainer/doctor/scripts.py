@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from trainer.config import secrets
 from trainer.doctor import shell_words
 from trainer.doctor.entries import Document, Entry
 from trainer.doctor.shell_words import Word
@@ -33,8 +35,15 @@ _SWITCHES = _words(
     " dynamo_use_dynamic force_multi no_ssh"
 )
 """Options of launchers that take no value."""
+_DOCKER_SWITCH = re.compile(
+    r"-[ditPq]+|--(?:rm|detach|interactive|tty|privileged|init|read-only|no-healthcheck|oom-kill-disable"
+    r"|publish-all|quiet)"
+)
+"""Options of `docker run` that take no value."""
 _PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
 _ARGUMENT = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+_DEFAULT = re.compile(r"\$\{\w+:?[-=]([^$}]*)\}")
+"""Value that holds unless somebody sets the variable: `${NAME:-1}`."""
 _INSTRUCTION = re.compile(r"\s*([A-Za-z]+)\s+(.*)", re.DOTALL)
 _DOCKER_HEREDOC = re.compile(r"<<-?[\"']?(\w+)[\"']?")
 
@@ -53,9 +62,17 @@ def script(text: str, place: str) -> Iterator[Document]:
         words = _plain(command)
         if words and words[0].text.rpartition("/")[2] == "docker":
             found += _docker_run(words, str(number))
+        # in a text for another shell, or in a variable, it starts all the same
+        found += (
+            Entry(path=("launcher", "name"), value="accelerate", line=word.line)
+            for word in command
+            if re.search(r"\baccelerate(?:\.commands\.launch|\s+launch)\b", word.text)
+        )
         launched, options = _launched(words)
         found += launched
-        if options:
+        found += () if options else _secrets(command)
+        # who parses by DeepSpeed's own arguments is no Trainer of HF, whose words the others are
+        if options and not any(option.name == "deepspeed_config" for option in options):
             training.append(Document(kind="arguments", place=place, entries=tuple(options)))
     yield Document(kind="script", place=place, entries=tuple(found))
     yield from training
@@ -72,6 +89,9 @@ def dockerfile(text: str, place: str) -> Document:
             found.append(Entry(path=(instruction,), value=_with_defaults(rest, found), line=line))
         else:
             found.append(Entry(path=(instruction,), value=rest, line=line))
+        if instruction == "RUN":
+            commands = shell_words.read(rest).commands
+            found += (replace(one, line=line + one.line - 1) for words in commands for one in _secrets(words))
         if instruction == "USER":
             user = Entry(path=("last", "USER"), value=rest.strip(), line=line)
         elif instruction == "FROM":
@@ -104,9 +124,22 @@ def _variables(command: Sequence[Word]) -> Iterator[Entry]:
     for word in words[exports:]:
         match = _ASSIGNMENT.fullmatch(word.text)
         if match:
-            yield Entry(path=("env", match[1]), value=match[2], line=word.line)
+            default = _DEFAULT.fullmatch(match[2])
+            yield Entry(path=("env", match[1]), value=default[1] if default else match[2], line=word.line)
         elif not (exports and word.text.startswith("-")):
             return
+
+
+def _secrets(command: Sequence[Word]) -> Iterator[Entry]:
+    """Words that are a token by their form, or what logs in at W&B; those of variables have their name."""
+    words = [word.text for word in command]
+    for position, word in enumerate(command):
+        value = word.text.partition("=")[2] if word.text.startswith("-") else word.text
+        logs_in = words[max(position - 2, 0) : position] == ["wandb", "login"] and re.fullmatch(
+            "[0-9a-f]{40}", value
+        )
+        if secrets.is_known_form(value) or logs_in:
+            yield Entry(path=("secret",), value=value, line=word.line)
 
 
 def _plain(command: Sequence[Word]) -> list[Word]:
@@ -131,11 +164,15 @@ def _docker_run(words: Sequence[Word], number: str) -> Iterator[Entry]:
         return
     whole = " ".join(word.text for word in words)
     yield Entry(path=("docker", number, "run"), value=whole, line=words[0].line)
-    for position, word in enumerate(words):
-        name, _, value = word.text.partition("=")
+    position = next(at for at, word in enumerate(words) if word.text in ("run", "create")) + 1
+    # options end at the image; a variable may hold some
+    while position < len(words) and words[position].text.startswith(("-", "$")):
+        word = words[position]
+        name, is_set, value = word.text.partition("=")
+        alone = is_set or name.startswith("$") or _DOCKER_SWITCH.fullmatch(name)
+        position += 1 if alone else 2
         if name in ("--ipc", "--shm-size", "--gpus", "-e", "--env"):
-            at = position + 1
-            value = value or (words[at].text if at < len(words) else "")
+            value = value or (words[position - 1].text if position <= len(words) else "")
             if name in ("-e", "--env"):
                 variable, is_set, text = value.partition("=")
                 if is_set:

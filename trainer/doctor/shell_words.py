@@ -101,6 +101,9 @@ def _step(state: _State) -> None:
     elif here == "$" and text.startswith(("$(", "${"), state.place):
         state.add("")
         state.add(state.take(_closing(text, state.place + 1)))
+    elif here == "`":
+        end = text.find("`", state.place + 1)
+        state.add(state.take(len(text) if end < 0 else end + 1))
     elif here == "#" and state.letters is None:
         _comment(state)
     elif here in " \t":
@@ -138,7 +141,8 @@ def _escape(state: _State) -> None:
         state.take(place + 2)
         return
     rest = re.compile(r"\\[ \t]+(?=#|\n|\Z)").match(text, place)
-    if rest is not None:
+    is_value = re.fullmatch(r"\w+=", "".join(state.letters or ())) is not None  # IFS=\ and the line's end
+    if rest is not None and not is_value:
         state.broken.append(state.line)
         state.end_word()
         state.place = rest.end()
@@ -166,13 +170,25 @@ def _double(state: _State) -> None:
 
 
 def _closing(text: str, place: int) -> int:
-    """The place behind the bracket that closes the one at `place`; the text's end where none does."""
+    """The place behind the bracket that closes the one at `place`, but for those in quotes of a `$(`; the
+    text's end where none does.
+    """
     opening, closing = ("(", ")") if text[place] == "(" else ("{", "}")
-    depth = 0
-    for end in range(place, len(text)):
-        depth += {opening: 1, closing: -1}.get(text[end], 0)
+    depth, quote, end = 0, "", place
+    while end < len(text):
+        letter = text[end]
+        if letter == "\\" and quote != "'":
+            end += 2
+            continue
+        if quote:
+            quote = "" if letter == quote else quote
+        elif opening == "(" and letter in "'\"":
+            quote = letter
+        else:
+            depth += {opening: 1, closing: -1}.get(letter, 0)
+        end += 1
         if depth == 0:
-            return end + 1
+            return end
     return len(text)
 
 

@@ -98,7 +98,7 @@ def test_names_here(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_json_has_everything(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "sft.yaml").write_text(SLOW)
     (here / "bad.json").write_text("{")
-    assert main(["doctor", ".", "--json"]) == 78
+    assert main(["doctor", ".", "bad.json", "--json"]) == 78
     out, err = capsys.readouterr()
     report = json.loads(out)
     assert err == ""

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL.PngImagePlugin import PngInfo
 
 from tests.scoring_models import write_dinov2
-from tests.unit.data.pictures import write_pair
+from tests.unit.data.pictures import bomb, picture, write_pair
 from trainer.cli import main
 from trainer.cli.options import Layers
 from trainer.config.writing.dump import dump
@@ -69,3 +70,33 @@ def test_only_who_named_a_metric_is_told_to_leave_it_out(
         said.append(capsys.readouterr().err)
     assert "--metric" not in said[0] and "leave --metric out" in said[1]
     assert all("--data names training pictures" in text for text in said)
+
+
+@pytest.mark.parametrize("kind", ["text", "pixels"])
+def test_a_png_that_pillow_refuses_is_told_with_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    if kind == "pixels":
+        (tmp_path / "a.png").write_bytes(bomb())
+    else:
+        info = PngInfo()
+        info.add_itxt("workflow", "a" * 3_000_000, zip=True)
+        picture().save(tmp_path / "a.png", pnginfo=info)
+    assert main(["score", "--pictures", str(tmp_path), "--clip", "x", "--data", str(tmp_path)]) == 65
+    said = capsys.readouterr().err
+    assert "cannot be read" in said and str(tmp_path / "a.png") in said
+
+
+@pytest.mark.parametrize(("names", "said"), [(("2", "10"), "10 comes before 2"), (("02", "10"), "no metric")])
+def test_prompts_are_refused_where_names_have_two_orders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "out").mkdir()
+    for name in names:
+        write_pair(tmp_path / "out", f"{name}.png")
+    (tmp_path / "prompts.txt").write_text("a\nb\n")
+    words = ["score", "--pictures", str(tmp_path / "out"), "--prompts", str(tmp_path / "prompts.txt")]
+    code = main([*words, "--metric", "kid"])
+    assert code == 65
+    err = capsys.readouterr().err
+    assert ("10 comes before 2" in err) is (said == "10 comes before 2")

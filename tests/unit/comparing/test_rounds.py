@@ -247,6 +247,20 @@ def test_one_that_diverges_while_it_learns_is_named_and_the_others_go_on(bench: 
     found = verdicts.learned(outcome)
     assert found["B"].verdict == "diverged after 7 steps"
     assert found["C"].verdict.startswith("learns the same")
+    assert outcome.again is not None and outcome.why == "", "all runs were made"
+
+
+def test_one_that_changed_nothing_did_not_diverge(bench: Bench) -> None:
+    bench.runs["learn-B"] = {"end": (10, 70)}
+    outcome = bench.compare(variants_of("lora.rank=4", "lora.rank=8"), rounds=0, learn=10)
+    found = verdicts.learned(outcome)["B"]
+    assert found.diverged_after is None and found.steps == 10 and found.verdict.startswith("learns the same")
+
+
+def test_a_step_that_fp16_skipped_is_not_where_it_diverged(bench: Bench) -> None:
+    bench.runs["learn-B"] = {"end": (5, 70), "losses": [None, 1.0, None, 1.0, None]}
+    outcome = bench.compare(variants_of("lora.rank=4", "lora.rank=8"), rounds=0, learn=10)
+    assert verdicts.learned(outcome)["B"].verdict == "diverged after 4 steps"
 
 
 def test_one_that_was_killed_is_reported_as_a_shell_does(bench: Bench) -> None:

@@ -116,6 +116,16 @@ def words(text: str) -> list[list[str]]:
         ('a="$(b c; d)" e ${f:-g h}', [["a=$(b c; d)", "e", "${f:-g h}"]]),
         ("a 'never closed", [["a", "never closed"]]),
         ("a{b,c} d#e", [["a{b,c}", "d#e"]]),
+        (
+            "N=$(nvidia-smi | awk -F'(' '{print $1}' | wc -l)\nb",
+            [["N=$(nvidia-smi | awk -F'(' '{print $1}' | wc -l)"], ["b"]],
+        ),
+        ("N=$(sed 's/(.*//' f)\nb", [["N=$(sed 's/(.*//' f)"], ["b"]]),
+        ('N="$(sed "s/)//" f)" b', [['N=$(sed "s/)//" f)', "b"]]),
+        ("N=$(a \\( b)\nc", [["N=$(a \\( b)"], ["c"]]),
+        ("${A:-it's} b\nc 'd'", [["${A:-it's}", "b"], ["c", "d"]]),
+        ("a --b=`c -L | wc -l` d", [["a", "--b=`c -L | wc -l`", "d"]]),
+        ("a `never closed", [["a", "`never closed"]]),
     ],
 )
 def test_shell_words(text: str, expected: list[list[str]]) -> None:
@@ -200,6 +210,7 @@ def test_data_that_is_broken_is_a_problem(tmp_path: Path, text: str, line: int) 
         ("accelerate launch --dynamo_use_fullgraph -m x --a", "accelerate", {"a": "true"}),
         ("accelerate launch --unknown_switch x.py --a", "accelerate", {"a": "true"}),
         ("deepspeed --num_gpus 8 --force_multi x.py --a", "deepspeed", {"a": "true"}),
+        ("torchrun --nproc_per_node 8 --nnodes `wc -l < f | cat` x.py --a", "torchrun", {"a": "true"}),
     ],
 )
 def test_launchers(text: str, launcher: str, options: dict[str, str]) -> None:
@@ -255,6 +266,7 @@ def test_an_image_that_an_argument_names(name: str) -> None:
         ("x", "# b\nARG a=1\nFROM a:$a\n", "dockerfile"),
         ("x", "#!/usr/bin/env bash\ntrue\n", "script"),
         ("x.txt", "a==1\nb @ file:///c\n-e d\n", "packages"),
+        ("x.txt", "a==1 \\\n    --hash=sha256:0a \\\n    --hash=sha256:0b\nb==2\n", "packages"),
         (".env", "A=1\n# b\nC=2\n", "environment"),
         ("env.txt", "SSH_CONNECTION=1.2.3.4 50 5.6.7.8 22\nPYTHON=/usr/bin/python3\n", "environment"),
         ("x.txt", "CUDA_VISIBLE_DEVICES=0 accelerate launch x\n", "script"),
@@ -310,7 +322,8 @@ def test_files_that_cannot_be_read_are_problems_and_others_are_read(tmp_path: Pa
     (tmp_path / "bytes.sh").write_bytes(b"export A=1\n\xff\n")
     (tmp_path / "bad.json").write_text('{\n"a": }')
     (tmp_path / "good.yaml").write_text("services: {}\n")
-    result = read([tmp_path, tmp_path / "absent.yaml", Path("/dev/null")])
+    files = [tmp_path / "large.yaml", tmp_path / "bad.json", tmp_path / "absent.yaml", Path("/dev/null")]
+    result = read([tmp_path, *files])
     assert [document.kind for document in result.documents] == ["compose"]
     said = {Path(problem.where.partition(":")[0]).name: problem for problem in result.problems}
     assert sorted(said) == ["absent.yaml", "bad.json", "bytes.sh", "large.yaml", "null"]

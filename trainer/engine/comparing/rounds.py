@@ -75,12 +75,12 @@ class Run:
 
     @property
     def losses(self) -> list[float]:
-        """Losses by step, of a run that diverged up to the first that is not finite; NaN of a step that
-        overflowed fp16 and was skipped.
+        """Losses by step, of a run that diverged without the last ones that are not finite; NaN of a step
+        that overflowed fp16 and was skipped.
         """
         found = [row["loss"] for row in self.rows if "loss" in row]
-        if self.code == ExitCode.DIVERGED and None in found:
-            found = found[: found.index(None)]
+        while self.code == ExitCode.DIVERGED and found and found[-1] is None:
+            found.pop()
         return [math.nan if loss is None else loss for loss in found]
 
 
@@ -215,6 +215,7 @@ class _Comparison:
         self.tell(f"{run.label}: {short(run, self.extent.warmup)}")
         if self.ended_well(run):
             self.outcome.again = run
+            self.outcome.why = ""  # all were made: one that diverged has a row that says so
 
 
 def seed_of_none(variants: Sequence[Variant]) -> int:

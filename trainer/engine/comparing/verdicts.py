@@ -182,13 +182,15 @@ def learned(outcome: Outcome) -> dict[str, Learned]:
         common = _paired(run, first)
         if run.code not in (ExitCode.OK, ExitCode.DIVERGED) or not common:
             continue
-        compared = _compared(common) if run.code == ExitCode.OK else {}
+        # code 70 with all its losses: what the run made changes nothing, as it said itself
+        diverged = run.code == ExitCode.DIVERGED and len(run.losses) < len(first.losses)
+        compared = {} if diverged else _compared(common)
         found[run.variant.letter] = Learned(
             steps=len(common),
             mean_apart=compared.get("mean_apart", math.nan),
             last_ratio=compared.get("last_loss_ratio", math.nan),
             band=band,
-            diverged_after=len(run.losses) if run.code == ExitCode.DIVERGED else None,
+            diverged_after=len(run.losses) if diverged else None,
         )
     return found
 

@@ -281,6 +281,9 @@ def write_png(picture: Image.Image, path: Path, text: Mapping[str, str] | None =
 
 def read_png(path: Path) -> tuple[Image.Image, dict[str, str]]:
     """A picture that `write_png` wrote, in RGB, and the text inside. Raises OSError."""
-    with Image.open(path) as picture:
-        text = {str(key): str(value) for key, value in picture.info.items() if isinstance(value, str)}
-        return picture.convert("RGB"), text
+    try:
+        with Image.open(path) as picture:
+            text = {str(key): str(value) for key, value in picture.info.items() if isinstance(value, str)}
+            return picture.convert("RGB"), text
+    except (ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise OSError(str(error)) from error  # by others: a text of megabytes, more pixels than Pillow takes
