@@ -58,10 +58,13 @@ def stored_name(given: str) -> str:
     """A file's name in the data set, of a name that a browser gave: the last part of its path, of letters,
     digits and some signs, not hidden; empty where nothing is left.
     """
-    last = re.split(r"[/\\]", unicodedata.normalize("NFC", given))[-1]
-    path = PurePosixPath(_NOT_ALLOWED.sub("_", last).strip(" ."))
+    path = PurePosixPath(_NOT_ALLOWED.sub("_", _last_part(given)).strip(" ."))
     stem = path.stem.encode()[:_MOST_NAME_BYTES].decode(errors="ignore").rstrip(" .")
     return stem + path.suffix[:10] if stem else ""
+
+
+def _last_part(given: str) -> str:
+    return re.split(r"[/\\]", unicodedata.normalize("NFC", given))[-1]
 
 
 class Upload:
@@ -108,6 +111,7 @@ class Upload:
         """Judge the files in the worker and move the good ones to their names; each is told, in order."""
         self._parser.finalize()
         problems = json.loads(worker.ask("judge", self._place, str(self._staging)))
+        problems |= self._named_otherwise([name for name, problem in problems.items() if not problem])
         good = [one.stored for one in self._told if one.stored and not problems[one.stored]]
         within = PurePosixPath(self._place.name)
         with writing_to(self._place):
@@ -130,6 +134,19 @@ class Upload:
             problem = one.problem or problems[one.stored] or ("" if stored else _THERE)
             told.append(dataclasses.replace(one, stored=stored, problem=problem))
         return told
+
+    def _named_otherwise(self, good: Sequence[str]) -> dict[str, str]:
+        """A problem for each picture that metadata has under a name which cannot be kept: its row would name
+        nothing, and the picture would have no caption.
+        """
+        rows = _rows_of(self._staging, good, self._place.folder)
+        why = "metadata has a row for it, and its name would become"
+        remedy = "rename it in both, without signs such as ' # & [ ]"
+        return {
+            one.stored: f"{why} {one.stored}: {remedy}"
+            for one in self._told
+            if one.stored in good and one.stored != (last := _last_part(one.name)) and one_form(last) in rows
+        }
 
     def close(self) -> None:
         """Remove what was not stored."""
@@ -245,13 +262,18 @@ def _stems_apart(staging: Path, names: Sequence[str], folder: Path) -> Set[str]:
     """Stems of which every picture, of the upload and of `folder`, has a row in metadata that names it whole:
     in the upload's own, else in that of the folder.
     """
-    came = [staging / name for name in names if name in METADATA_NAMES]
-    there = [path for name in METADATA_NAMES if (path := folder / name).is_file()]
-    rows = {name for file in came or there for name in read_metadata([file], file.parent)[0].named}
+    rows = _rows_of(staging, names, folder)
     every = [*map(PurePosixPath, names), *folder.iterdir()]
     pictures = [path for path in every if path.suffix.lower() in SUFFIXES]
     others = {path.stem for path in pictures if one_form(path.name) not in rows}
     return {path.stem for path in pictures} - others
+
+
+def _rows_of(staging: Path, names: Sequence[str], folder: Path) -> Set[str]:
+    """Names in the metadata of an upload, else in that of the folder."""
+    came = [staging / name for name in names if name in METADATA_NAMES]
+    there = [path for name in METADATA_NAMES if (path := folder / name).is_file()]
+    return {name for file in came or there for name in read_metadata([file], file.parent)[0].named}
 
 
 def _final_names(

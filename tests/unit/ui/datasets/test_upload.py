@@ -55,6 +55,25 @@ def send(client: TestClient, place: Place, files: Files, existing: str = "keep")
     return {html.unescape(name): html.unescape(text) for name, text in rows}
 
 
+@pytest.mark.parametrize("comes", ["together", "later"])
+def test_a_picture_that_metadata_has_under_a_name_that_cannot_be_kept_is_told(
+    client: TestClient, studio: Studio, comes: str
+) -> None:
+    """Stored under another name it would have no caption, and nobody would know."""
+    place = make(studio)
+    rows = [{"file_name": name, "text": f"a {name}"} for name in ("cat's nap #2.png", "dog.png")]
+    metadata: Files = [("metadata.jsonl", "\n".join(map(json.dumps, rows)).encode())]
+    pictures: Files = [("cat's nap #2.png", PNG), ("dog.png", OTHER)]
+    told: dict[str, str] = {}
+    for files in [[*pictures, *metadata]] if comes == "together" else [metadata, pictures]:
+        told |= send(client, place, files)
+    assert "rename it in both" in told["cat's nap #2.png"] and "cat_s nap _2.png" in told["cat's nap #2.png"]
+    assert {name for name in tree(place.folder) if not name.startswith(".")} == {"dog.png", "metadata.jsonl"}
+    # without a row it is stored under another name, as ever
+    send(client, place, [("dog's.png", encoded(picture(seed=3)))])
+    assert (place.folder / "dog_s.png").is_file()
+
+
 def test_good_files_are_stored_and_bad_ones_told(client: TestClient, studio: Studio, tmp_path: Path) -> None:
     place = make(studio)
     broken = encoded(picture(300, 300))[:5000]
