@@ -209,15 +209,16 @@ def draws(family: str) -> bool:
 
 
 def fewer(cases: Sequence[Case]) -> list[Any]:
-    """For what the engine does alike for every family: some run always, the others are marked slow.
+    """`mostly_slow` without `ALIKE` and `COUSINS`: for what the engine does alike for every family."""
+    return mostly_slow(without(cases, ALIKE, COUSINS))
 
-    Those that always run are the first case, and the first one of a family that writes instead of drawing.
+
+def mostly_slow(cases: Sequence[Case]) -> list[Any]:
+    """All of these cases, marked slow but for the first one, and the first of a family that writes instead of
+    drawing.
     """
     always = {cases[0], next((case for case in cases if not draws(case.family)), cases[0])}
-    return [
-        pytest.param(case, marks=() if case in always else pytest.mark.slow)
-        for case in without(cases, ALIKE, COUSINS)
-    ]
+    return [pytest.param(case, marks=() if case in always else pytest.mark.slow) for case in cases]
 
 
 def without(cases: Sequence[Case], *families: Sequence[str]) -> list[Case]:

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.contract.loaders import changes_of_comfyui, changes_of_file
-from tests.contract.runs import LORA_CASES, Case, Job, Workshop
+from tests.contract.runs import LORA_CASES, Case, Job, Workshop, mostly_slow
 from trainer import families
 from trainer.cli import main
 from trainer.engine.building.build import build, load_base
@@ -266,7 +266,7 @@ def outputs_of(done: Trained, folder: Path) -> list[torch.Tensor]:
     return proof.fixed_outputs(other, load_base(other).module)
 
 
-@pytest.mark.parametrize("case", LORA_CASES, ids=str)
+@pytest.mark.parametrize("case", mostly_slow(LORA_CASES), ids=str)
 def test_a_merged_model_does_what_base_and_adapter_do(
     case: Case, workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,17 @@ import pytest
 import torch
 
 from tests.contract.conftest import Finished
-from tests.contract.runs import FULL_CASES, LORA_CASES, Case, Step, Workshop, fewer, numbers, steps_saved
+from tests.contract.runs import (
+    FULL_CASES,
+    LORA_CASES,
+    Case,
+    Step,
+    Workshop,
+    fewer,
+    mostly_slow,
+    numbers,
+    steps_saved,
+)
 from trainer.engine import run
 from trainer.engine.building.build import Built, build
 from trainer.engine.caching.entries import Entries, list_entries
@@ -41,7 +51,7 @@ def late_record(steps: list[Step]) -> tuple[int, int]:
     return max(first.items(), key=lambda item: item[1])
 
 
-@pytest.mark.parametrize("case", [*LORA_CASES, *fewer(FULL_CASES)], ids=str)
+@pytest.mark.parametrize("case", [*mostly_slow(LORA_CASES), *fewer(FULL_CASES)], ids=str)
 def test_nan_in_one_picture_is_named_and_changes_nothing(
     case: Case,
     workshop: Workshop,

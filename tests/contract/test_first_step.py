@@ -18,7 +18,7 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image, ImageOps
 
-from tests.contract.runs import LORA_CASES, Case, Job, Workshop, draws, edits
+from tests.contract.runs import LORA_CASES, Case, Job, Workshop, draws, edits, mostly_slow
 from tests.contract.test_other_trainers import LORA, with_adapter
 from trainer.data.pictures.images import to_pixels
 from trainer.engine.optimizing.updater import Updater
@@ -269,7 +269,7 @@ def as_a_script_has_them(job: Job, fed: list[Fed], folder: Path) -> Iterator[Sam
 
 
 @pytest.mark.usefixtures("small_kontexts")
-@pytest.mark.parametrize("case", [case for case in LORA_CASES if draws(case.family)], ids=str)
+@pytest.mark.parametrize("case", mostly_slow([case for case in LORA_CASES if draws(case.family)]), ids=str)
 def test_loss_and_gradients_are_those_of_the_scripts(
     case: Case, workshop: Workshop, samples: Path, tmp_path: Path, watched: Watched
 ) -> None:

@@ -67,6 +67,7 @@ def test_encoders_are_the_learned_ones_and_what_trains_is_not(
     assert all(torch.equal(models[1][name], models[2][name]) for name in models[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", fewer(FULL_CASES), ids=str)
 def test_a_run_from_nothing_needs_no_weights_of_what_trains(
     case: Case, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -78,7 +78,9 @@ def test_a_full_fine_tune_in_bf16_learns_what_its_fp32_twin_learns(
     torch.testing.assert_close(losses(narrow), losses(wide), rtol=0.01, atol=0.0)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_stochastic_bf16"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", pytest.param("adamw_stochastic_bf16", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("case", FULL_CASES[:1], ids=str)
 def test_a_full_fine_tune_in_bf16_goes_on_to_the_bit(
     case: Case, optimizer: str, workshop: Workshop, tmp_path: Path

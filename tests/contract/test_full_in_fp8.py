@@ -121,7 +121,7 @@ def test_every_family_is_proved(
     assert all(len(found) == 1 for found in inputs) and len(set.union(*inputs)) == len(groups)
 
 
-@pytest.mark.parametrize("gradient", ["fp8", "bf16"])
+@pytest.mark.parametrize("gradient", ["fp8", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", FULL_CASES[:1], ids=str)
 def test_a_resumed_run_in_fp8_goes_on_to_the_bit(
     case: Case, gradient: str, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -231,7 +231,7 @@ def train_to_a_lost_preview(
     return ""
 
 
-@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("broken", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_preview_that_one_rank_cannot_draw_loses_no_step(
     broken: int, workshop: Workshop, pool: Workers, tmp_path: Path
 ) -> None:

@@ -29,7 +29,7 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("compute", ["bf16", "fp8"])
+@pytest.mark.parametrize("compute", [pytest.param("bf16", marks=pytest.mark.slow), "fp8"])
 @pytest.mark.parametrize("case", fewer(FULL_CASES), ids=str)
 def test_joined_layers_learn_what_separate_ones_learn(
     case: Case, compute: str, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -50,7 +50,7 @@ class Option:
 
 OPTIONS = (
     Option(name="adamw_8bit", overrides=("train.optimizer=adamw_8bit", "lora.rank=128")),
-    Option(name="prodigy", overrides=("train.optimizer=prodigy", "train.learning_rate=1")),
+    Option(name="prodigy", overrides=("train.optimizer=prodigy", "train.learning_rate=1"), is_slow=True),
     Option(
         name="prodigy-bf16",
         overrides=("train.optimizer=prodigy", "train.learning_rate=1", "model.dtype=bf16"),
@@ -220,6 +220,7 @@ def test_without_dropped_captions_no_empty_one_is_encoded(workshop: Workshop, tm
     assert (without, beside) == (len(job.samples.all), 2 * len(job.samples.all))
 
 
+@SLOW
 def test_every_micro_batch_drops_other_values(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

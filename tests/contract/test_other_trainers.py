@@ -276,8 +276,11 @@ def within(figures: Mapping[str, float]) -> dict[str, object]:
     ("case", "batch", "kind"),
     [
         (DRAWERS[0], 1, LORA),
-        *((case, 1 if case.method == "full" else 2, LORA) for case in DRAWERS),
-        *((case, 2, kind) for kind in OTHERS for case in DRAWERS[:1]),
+        *(
+            pytest.param(case, 1 if case.method == "full" else 2, LORA, marks=pytest.mark.slow)
+            for case in DRAWERS
+        ),
+        *(pytest.param(DRAWERS[0], 2, kind, marks=pytest.mark.slow) for kind in OTHERS),
     ],
     ids=str,
 )

@@ -78,6 +78,7 @@ def test_padded_rows_are_the_run_without_padding(
     assert f"rows are padded to {whole} tokens: " in "\n".join(padded.said)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_without(workshop: Workshop, tmp_path: Path) -> None:
     case = Case(family="llama", method="lora")
     straight = workshop.job(case, tmp_path / "straight", *COMPILED)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.contract.conftest import Finished
 from tests.contract.loaders import lora_file
-from tests.contract.runs import FULL_CASES, LORA_CASES, SHORT_STEPS, Case, fewer
+from tests.contract.runs import FULL_CASES, LORA_CASES, SHORT_STEPS, Case, fewer, mostly_slow
 from trainer.engine import run
 from trainer.engine.context import Context
 from trainer.engine.results.pictures import before_after, read_png, row
@@ -25,7 +25,7 @@ def with_controls(done: Finished) -> Context:
     return dataclasses.replace(done.job.context, config=config.model_copy(update={"validation": validation}))
 
 
-@pytest.mark.parametrize("case", LORA_CASES, ids=str)
+@pytest.mark.parametrize("case", mostly_slow(LORA_CASES), ids=str)
 def test_base_and_lora_alone_and_in_one_picture(
     case: Case, finished: Callable[[Case], Finished], tmp_path: Path
 ) -> None:

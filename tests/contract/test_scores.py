@@ -127,6 +127,7 @@ def test_a_resume_that_begins_to_measure_draws_the_round_of_its_checkpoint_anew(
     assert rows[0]["clip_t"] == pytest.approx(expected["clip_t"], abs=2e-5)
 
 
+@pytest.mark.slow
 def test_measuring_changes_no_step(workshop: Workshop, scored: tuple[str, ...], tmp_path: Path) -> None:
     losses = []
     for name, options in (("with", scored), ("without", scored[:1])):
@@ -136,7 +137,7 @@ def test_measuring_changes_no_step(workshop: Workshop, scored: tuple[str, ...], 
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("monitor", ["clip_t", "dinov2"])
+@pytest.mark.parametrize("monitor", ["clip_t", pytest.param("dinov2", marks=pytest.mark.slow)])
 def test_a_run_ends_where_its_previews_get_no_better(
     monitor: str, workshop: Workshop, scored: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.contract.runs import FULL_CASES, LORA_CASES, Case, Workshop
+from tests.contract.runs import FULL_CASES, LORA_CASES, Case, Workshop, mostly_slow
 from tests.stored_nf4 import stored_state
 from trainer.engine.building.build import load_base
 from trainer.errors import HardwareError
@@ -33,7 +33,7 @@ def stored(case: Case, workshop: Workshop, folder: Path) -> Workshop:
     return dataclasses.replace(workshop, base=lambda family: base)
 
 
-@pytest.mark.parametrize("case", LORA_CASES, ids=str)
+@pytest.mark.parametrize("case", mostly_slow(LORA_CASES), ids=str)
 def test_a_base_in_nf4_trains_and_its_lora_is_proved(case: Case, workshop: Workshop, tmp_path: Path) -> None:
     job = stored(case, workshop, tmp_path).job(case, tmp_path / "run", *QUIET)
     assert job.context.plan.weights == "nf4"

@@ -33,6 +33,7 @@ from tests.contract.runs import (
     fewer,
     files,
     held_out_options,
+    mostly_slow,
     numbers,
     products,
     record_samples,
@@ -210,7 +211,7 @@ def test_prompts_that_changed_before_a_resume_have_no_before(
     assert "no before_after.png: samples/step-000000/00.png is missing" in again.said
 
 
-@pytest.mark.parametrize("case", LORA_CASES, ids=str)
+@pytest.mark.parametrize("case", mostly_slow(LORA_CASES), ids=str)
 def test_a_folder_is_held_out_and_may_change_between_stop_and_resume(
     case: Case, workshop: Workshop, tmp_path: Path
 ) -> None:

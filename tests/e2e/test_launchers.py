@@ -47,6 +47,7 @@ def require_nothing_left(process: Process, children: list[int]) -> None:
     assert not list(process.runtime.glob("train-*"))
 
 
+@pytest.mark.slow
 @both_launchers
 def test_launchers_give_the_bits_of_one_process(
     launcher: Wrapped, start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
@@ -171,13 +172,19 @@ def test_an_error_of_one_rank_is_told_once_and_ends_all(fork_ranks: Start, tmp_p
             ("parallel.gpus=4", "train.gradient_accumulation_steps=4"),
             "--set parallel.gpus: parallel.gpus is 4, and the launcher started 2 (by WORLD_SIZE)",
         ),
-        (
+        pytest.param(
             accelerate(1, "--cpu"),
             (TWO,),
             "parallel.gpus is 2, and the launcher started 1 (by accelerate launch, ACCELERATE_DYNAMO_MODE)",
+            marks=pytest.mark.slow,
         ),
         (accelerate(2, "--cpu"), (TWO,), "was told to start several processes, and started one"),
-        (torchrun(3), (), "WORLD_SIZE: parallel.gpus: 3 do not share the 2 samples of a step evenly"),
+        pytest.param(
+            torchrun(3),
+            (),
+            "WORLD_SIZE: parallel.gpus: 3 do not share the 2 samples of a step evenly",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["torchrun", "accelerate of one", "accelerate of two in one", "not shared"],
 )

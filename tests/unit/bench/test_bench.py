@@ -257,6 +257,7 @@ def test_floor_counts_linear_layers_twice_and_attention_three_and_a_half_times()
     assert floor_milliseconds(work, "fp8", rates) == pytest.approx(100.0 + 70.0)
 
 
+@pytest.mark.slow
 def test_counted_work_of_the_full_model(tmp_path: Path) -> None:
     build("flux1_dev", "full", tmp_path / "base", weights=False)
     shape = Shape(batch_size=1, width=1024, height=1024, text_tokens=512, bytes_per_value=2)

@@ -37,6 +37,7 @@ def test_every_variant_is_measured_in_both_states(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_variant_is_measured_in_its_own_process(tmp_path: Path) -> None:
     paths = load.write_files(tmp_path, 0.01, 2)
     assert sum(path.stat().st_size for path in paths) == pytest.approx(0.01 * 2**30, rel=0.1)

@@ -85,7 +85,14 @@ def test_outputs_and_gradients_are_those_of_a_whole_base(
     assert pool.call(is_the_same, 2, family, "plain", 4, recomputed, False) == [True] * 2
 
 
-@pytest.mark.parametrize("storage", ["plain", "int8", "nf4", "fp8", "fp8_two_copies"])
+@pytest.mark.parametrize(
+    "storage",
+    [
+        "plain",
+        "fp8",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("int8", "nf4", "fp8_two_copies")),
+    ],
+)
 def test_every_storage_may_lie_with_several(pool: Workers, storage: Storage) -> None:
     """Three ranks, seven blocks: the first has one more."""
     assert pool.call(is_the_same, 3, "flux1_dev", storage, 7, False, False) == [True] * 3

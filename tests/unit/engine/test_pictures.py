@@ -243,6 +243,7 @@ def test_sample_draws_a_row_that_is_bounded_and_tells_it(
     assert said[1:] == [f"picture: {target}"]
 
 
+@pytest.mark.slow
 def test_before_and_after_of_many_large_pictures_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -344,6 +344,7 @@ def test_a_kernel_that_no_compiler_traces(flash_attn: Callable[..., KernelVerdic
     assert found.reason.startswith("failed: ")
 
 
+@pytest.mark.slow
 def test_torchs_own_kernel_and_a_matmul_in_their_processes() -> None:
     variables = {**environment.snapshot(), "OMP_NUM_THREADS": "1"}
     kernels = ["attention.math", "matmul.bf16"]

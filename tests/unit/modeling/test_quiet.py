@@ -61,6 +61,7 @@ def test_a_notice_is_not_shown_and_what_is_like_it_is(
     assert [record.getMessage() for record in caplog.records] == ["it works otherwise", text]
 
 
+@pytest.mark.slow
 def test_what_a_run_imports_says_nothing() -> None:
     program = """
 from trainer.modeling.quiet import quiet_libraries

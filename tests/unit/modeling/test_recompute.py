@@ -122,7 +122,7 @@ def test_blocks_come_in_the_order_in_which_they_are_counted(name: str) -> None:
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("waiting", [0, 2])
+@pytest.mark.parametrize("waiting", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_compiled_blocks_with_joined_layers_recompute(waiting: int) -> None:
     """One graph for blocks whose inputs have gradients, and one for those that wait."""
     one, other = (case("llama", changes={"num_hidden_layers": 4}) for _ in range(2))
