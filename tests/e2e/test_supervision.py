@@ -54,7 +54,10 @@ def test_two_processes_give_equal_bytes(
     assert not different(products(uninterrupted(case).run_dir), products(finished_here(case)))
 
 
-OURS = re.compile(r"\d\d:\d\d:\d\d |/\S+: \d+ tokens$|(checking|caching|loading|measuring|training) ")
+OURS = re.compile(
+    r"\d\d:\d\d:\d\d |(/\S+|validation\.prompts, prompt \d+): \d+ tokens$"
+    r"|(checking|caching|loading|measuring|training) "
+)
 """Beginnings of a run's lines that are not its plan: a log's time, a cut caption, a bar's word."""
 
 
