@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 from collections.abc import Mapping, Sequence
@@ -84,15 +85,20 @@ def ratio_of_medians(
 
 def of_steps(rows: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
     """Milliseconds of the last `steps` steps, in all and of their passes, and peak memory, from the rows of a
-    metrics.jsonl.
+    metrics.jsonl. The steps that one row stands for have its mean.
 
-    Raises ValueError where a row stands for several steps, or there are too few.
+    Raises ValueError where there are too few, or no row ends where these steps begin.
     """
     trained = [row for row in rows if "seconds_per_step" in row]
     numbers = [row["step"] for row in trained]
-    if numbers != list(range(1, len(numbers) + 1)) or len(numbers) < steps:
-        raise ValueError(f"the log has lines for steps {numbers}, not one for each of {steps} or more")
-    timed = trained[-steps:]
+    ends = [0, *numbers]
+    if ends != sorted(set(ends)) or ends[-1] - steps not in ends:
+        raise ValueError(f"the log has lines for steps {numbers}, of which no two are {steps} apart")
+    start = ends.index(ends[-1] - steps)
+    spans = itertools.pairwise(ends[start:])
+    timed = [
+        row for row, (begin, end) in zip(trained[start:], spans, strict=True) for _ in range(end - begin)
+    ]
     result: dict[str, Any] = {"times": [1e3 * row["seconds_per_step"] for row in timed]}
     computed = [row["compute_seconds_per_step"] for row in timed if "compute_seconds_per_step" in row]
     if computed:  # runs of older versions did not log it

@@ -95,12 +95,19 @@ def test_figures_are_those_of_the_last_steps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "lines",
-    [[log_line(1, 0.1)], [log_line(2, 0.1), log_line(4, 0.1)], [log_line(3, 0.1), log_line(4, 0.1)]],
-    ids=["too few", "a line for two steps", "a resumed run"],
+    [[log_line(1, 0.1)], [log_line(1, 0.1), log_line(4, 0.1)], [log_line(3, 0.1), log_line(4, 0.1)]],
+    ids=["too few", "a line for three steps", "a resumed run"],
 )
 def test_a_log_that_lacks_steps_is_refused(lines: list[dict[str, Any]]) -> None:
-    with pytest.raises(ValueError, match="not one for each of 2"):
+    with pytest.raises(ValueError, match="of which no two are 2 apart"):
         figures.of_steps(lines, 2)
+
+
+def test_a_line_counts_for_each_of_its_steps() -> None:
+    """Lines as the shipped files ask for: each tenth step, and the last one."""
+    lines = [log_line(10, 9.0), log_line(20, 0.5, compute_seconds_per_step=0.4), log_line(21, 0.7)]
+    found = figures.of_steps(lines, 11)
+    assert found["times"] == [500.0] * 10 + [700.0] and found["computed"] == [400.0] * 10
 
 
 def test_rounds_become_one_row() -> None:

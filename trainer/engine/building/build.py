@@ -30,8 +30,9 @@ from trainer.modeling.attention.text_lengths import TextReader
 from trainer.modeling.base.load import build_structure, fill_structure
 from trainer.modeling.base.structure import built_empty
 from trainer.modeling.blocks.recompute import has_dropout, recompute_blocks, repeated_blocks
+from trainer.modeling.blocks.sample_linear import multiply_few_rows
 from trainer.modeling.storage.joined_trained import follow_weights
-from trainer.modeling.storage.layers import count_quantized, replacer
+from trainer.modeling.storage.layers import any_of, count_quantized, replacer
 from trainer.modeling.storage.staging import Staged
 from trainer.telemetry.progress import progress
 from trainer.telemetry.status import Phase
@@ -102,12 +103,16 @@ def build(context: Context, varies: Sequence[str] = ()) -> Built:
 
 
 def _join(context: Context, model: Model) -> None:
-    """Have trained linears of one input compute together, and all in FP8 where the plan says so."""
+    """Have trained linears of one input compute together, all in FP8 where the plan says so, and those of a
+    row a sample in the compiler's kernels.
+    """
     names = linears_of_one_input(context, model)
     if context.plan.weight_gradient:
         context.say(train_in_fp8(context, model, names))
     elif names:
         context.say(f"bf16: {join_linears(context, model, names)}")
+    if context.plan.compile:
+        multiply_few_rows(model.module, any_of(context.family.modulation))
 
 
 def load_base(context: Context) -> Model:
