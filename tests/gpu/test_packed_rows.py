@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from trainer.families.values import ENDS, Batch
 from trainer.modeling.attention.packed_rows import packed_attention, padded_row_ends, set_packed_attention
 from trainer.modeling.blocks.compiled import compile_blocks, graphs_compiled, mark_varying, varying_sizes
 from trainer.modeling.blocks.recompute import repeated_blocks
+from trainer.ways.kernels import KERNELS
 
 pytestmark = pytest.mark.gpu
 
@@ -31,6 +33,14 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
 }
+
+
+BY_ENDS = [name for name, kernel in KERNELS.items() if kernel.reads_ends]
+
+
+def require(kernel: str) -> None:
+    if (module := KERNELS[kernel].module) and importlib.util.find_spec(module.partition(".")[0]) is None:
+        pytest.skip(f"{KERNELS[kernel].package} is not installed")
 
 
 def build(dtype: torch.dtype, kernel: str) -> Any:
@@ -72,20 +82,25 @@ def loss_of(model: Any, batch: Batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("padded", [0, CAPACITY])
-@pytest.mark.parametrize("kernel", ["flash", "cudnn_strided", "efficient"])
+@pytest.mark.parametrize("kernel", [*BY_ENDS, "cudnn_strided", "efficient"])
 def test_rows_agree_with_fp32(kernel: str, padded: int) -> None:
+    require(kernel)
     wanted, model = build(torch.float32, "math"), build(torch.bfloat16, kernel)
     for lengths in DIVISIONS:
         right = gradients(wanted, row(lengths))
         assert (gradients(model, row(lengths, padded)) - right).norm() / right.norm() < 0.03, lengths
 
 
+@pytest.mark.parametrize("kernel", BY_ENDS)
 @pytest.mark.parametrize("width", [64, 80, 128])
 @pytest.mark.parametrize("lengths", [(320, 448), (17, 3, 250, 129), (CAPACITY,), (1,) * 40])
-def test_attention_by_ends_is_that_of_each_conversation_in_fp32(lengths: tuple[int, ...], width: int) -> None:
+def test_attention_by_ends_is_that_of_each_conversation_in_fp32(
+    lengths: tuple[int, ...], width: int, kernel: str
+) -> None:
     """Padding is one more conversation, and ends after it are of conversations without tokens: no value
     there may be what the memory held before.
     """
+    require(kernel)
     torch.manual_seed(0)
     whole = (*lengths, CAPACITY - sum(lengths))
     query, key, value, upstream = (
@@ -94,7 +109,7 @@ def test_attention_by_ends_is_that_of_each_conversation_in_fp32(lengths: tuple[i
     inputs = [one.requires_grad_() for one in (query, key, value)]
     ends = padded_row_ends(whole).cuda()
     assert len(ends) > len(whole) + 1
-    found = packed_attention(query, key, value, "flash", segments=ends)
+    found = packed_attention(query, key, value, kernel, segments=ends)
     found.backward(upstream.transpose(1, 2))
     exact = [one.detach().float().requires_grad_() for one in inputs]
     parts = (one.split([length for length in whole if length], dim=2) for one in exact)
@@ -112,10 +127,12 @@ def test_attention_by_ends_is_that_of_each_conversation_in_fp32(lengths: tuple[i
         assert (one.float() - other).norm() / other.norm() < 0.02
 
 
+@pytest.mark.parametrize("kernel", BY_ENDS)
 @pytest.mark.parametrize("budget", [1.0, 0.6])
-def test_one_graph_serves_all_packings_of_a_padded_row(budget: float) -> None:
+def test_one_graph_serves_all_packings_of_a_padded_row(budget: float, kernel: str) -> None:
     """Compiled by inductor; losses are those of eager blocks, gradients those in fp32."""
-    wanted, model = build(torch.float32, "math"), build(torch.bfloat16, "flash")
+    require(kernel)
+    wanted, model = build(torch.float32, "math"), build(torch.bfloat16, kernel)
     eagerly = build(torch.bfloat16, "flash")
     compile_blocks(repeated_blocks(model, LLAMA.blocks), activation_budget=budget)
     before = graphs_compiled()
@@ -128,9 +145,11 @@ def test_one_graph_serves_all_packings_of_a_padded_row(budget: float) -> None:
         assert graphs_compiled() - before == 1, lengths
 
 
+@pytest.mark.parametrize("kernel", BY_ENDS)
 @pytest.mark.parametrize("budget", [1.0, 0.6])
-def test_one_graph_serves_all_divisions(budget: float) -> None:
-    wanted, model = build(torch.float32, "math"), build(torch.bfloat16, "flash")
+def test_one_graph_serves_all_divisions(budget: float, kernel: str) -> None:
+    require(kernel)
+    wanted, model = build(torch.float32, "math"), build(torch.bfloat16, kernel)
 
     def forward(lengths: Sequence[int]) -> None:
         with torch.no_grad():

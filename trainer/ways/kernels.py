@@ -89,6 +89,7 @@ _ROWS = (
         module="flash_attn.cute",
         extra="flash-attn-4",
         exact_only=False,
+        reads_ends=True,
     ),
     replace(_ANYWHERE, name="efficient", backend="_native_efficient", peak_share=0.137),
     replace(_ANYWHERE, name="math", backend="_native_math", on_cpu=True, peak_share=0.035),

@@ -19,13 +19,16 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import flop_registry
 
+from trainer.modeling.attention.flash_attn_4_rows import attend_by_ends
 from trainer.modeling.attention.kernels import ContiguousGradient, attend, selected
 from trainer.ways.kernels import KERNELS
 
 Segments = Sequence[int] | torch.Tensor
 """The samples' lengths, or `ends` of the row: see `row_ends`."""
-# the kernel takes multiples of so many values
+# widths of heads that torch's kernel takes are multiples of this
 _WIDTH = 8
+# as those of flash-attn 4 that a GPU has tried: 80 it refuses
+_WIDTH_4 = 64
 # ends of a padded row are a power of two, and at least so many
 _FEWEST_ENDS = 16
 
@@ -111,7 +114,8 @@ def packed_attention(
         if query.device.type == "cpu":
             return _masked_by_ends(query, key, value, segments, scale)
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        row: torch.Tensor = ContiguousGradient.apply(_flash_by_ends(query, key, value, segments, scale))
+        by_ends = _flash_4_by_ends if kernel == "flash_attn_4" else _flash_by_ends
+        row: torch.Tensor = ContiguousGradient.apply(by_ends(query, key, value, segments, scale))
         return row[None]
     lengths = list(segments)
     queries, keys, values = (tensor.transpose(1, 2).split(lengths, dim=1) for tensor in (query, key, value))
@@ -147,14 +151,28 @@ def _flash_by_ends(
     """
     tokens, _, width = query.shape
     scale = width**-0.5 if scale is None else scale
-    if width % _WIDTH:
-        query, key, value = (
-            torch.nn.functional.pad(one, (0, -width % _WIDTH)) for one in (query, key, value)
-        )
+    query, key, value = (_widened(one, _WIDTH) for one in (query, key, value))
     output, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, ends, ends, tokens, tokens, 0.0, True, False, scale=scale
     )
     return output[..., :width]
+
+
+def _flash_4_by_ends(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """flash-attn 4 over a row, tensors (tokens, heads, width); zeros widen heads to one of its widths."""
+    width = query.shape[-1]
+    scale = width**-0.5 if scale is None else scale
+    heads = [_widened(one, _WIDTH_4).contiguous() for one in (query, key, value)]
+    output, _ = attend_by_ends(heads[0], heads[1], heads[2], ends, scale)
+    return output[..., :width]
+
+
+def _widened(heads: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Heads (.., width) whose width is the next multiple, by zeros, which change no score and no output."""
+    short = -heads.shape[-1] % multiple
+    return torch.nn.functional.pad(heads, (0, short)) if short else heads
 
 
 def _operations(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
