@@ -60,7 +60,7 @@ target "_common" {
 
 target "_cuda" {
   inherits = ["_common"]
-  args     = { CUDA_VERSION = CUDA_VERSION, KERNELS = KERNELS }
+  args     = { CUDA_VERSION = CUDA_VERSION, KERNELS = KERNELS, TORCH_INDEX = TORCH_INDEX }
 }
 
 target "dgx-spark" {

@@ -26,14 +26,14 @@ file_env() {
     if [[ -z $file ]]; then
         return
     fi
-    if [[ -n $value ]]; then
+    if [[ -f $file && ! -s $file ]]; then # compose's no-token, which others may not read where the umask is 027
+        unset "$file_name" && return
+    elif [[ -n $value ]]; then
         fail "$file_name" "$name is set too" "leave one of them out"
     elif [[ -d $file ]]; then
         fail "$file_name" "$file is a folder" "Docker makes one where the file to mount does not exist: check that path"
     elif [[ ! -e $file ]]; then
         fail "$file_name" "there is no file $file" "mount it, or leave $file_name out"
-    elif [[ -f $file && ! -s $file ]]; then # compose's no-token, which others may not read where the umask is 027
-        unset "$file_name" && return
     elif [[ ! -r $file ]]; then
         fail "$file_name" "$file cannot be read by user $(id -u):$(id -g)" "on the host: chmod or chown the file"
     fi

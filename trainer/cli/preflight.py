@@ -40,6 +40,8 @@ def preflight(words: tuple[str, ...]) -> int:
     """
     from trainer.cli.other_hosts import tell_end, telling
 
+    while words[:1] == ("--json",):  # an option of `trainer` itself, before its command
+        words = words[1:]
     place = _place(words)
     with telling(place.hosts):
         errors = _judged(words, place)

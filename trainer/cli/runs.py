@@ -135,8 +135,8 @@ def control(folder: Path, order: str, wait: bool) -> int:
     say(f"asked {folder} to {order}", err=True)
     if wait:
         found = answered(folder, asked)
-        stops = order == Order.STOP  # what is asked for is the end
-        without = "stop: the run ends" if stops else "the run ended before"
+        stops = order == Order.STOP
+        without = "stop: the run has ended" if stops else "the run ended before"
         say(f"{order}: done at step {found.step}: {found.done}" if found else without)
         return 0 if found or stops else 1
     return 0

@@ -33,10 +33,10 @@ from trainer.errors import (
 from trainer.families import components, get
 from trainer.files import codec
 from trainer.planning.plan import Plan
-from trainer.telemetry import control, log
+from trainer.telemetry import control, locks, log
 from trainer.telemetry.progress import bars, silence
 from trainer.telemetry.run_folder import process
-from trainer.telemetry.rundir import require_own_names
+from trainer.telemetry.rundir import LOCK_FILE, require_own_names
 from trainer.telemetry.status import BUDGET_SECONDS, Phase, StatusWriter
 from trainer.telemetry.stop import StopFlag, die_with_parent
 from trainer.telemetry.streams import outlive_readers
@@ -155,7 +155,9 @@ def _scan(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag) -
 
         samples = scan_samples(get(config.family), config, on_image)
     first = environment.rank_and_ranks()[0] == 0
-    report_left_out(samples.left_out, config.output_dir if spec.mode == "train" and first else None)
+    # the list of a run that has the folder is that one's
+    own = spec.mode == "train" and first and not locks.is_held(config.output_dir / LOCK_FILE)
+    report_left_out(samples.left_out, config.output_dir if own else None)
     return samples
 
 

@@ -90,7 +90,10 @@ def obstacle(run_dir: Path, found: process.Process | None) -> Problem | None:
 
 
 def answered(run_dir: Path, asked: Request) -> Request | None:
-    """Wait for the answer to a request, or to a later one of its order; None where the run ends before."""
+    """Wait for the answer to a request, or to a later one of its order; None where the run ends before.
+
+    What a stop asks for is the end: of it that is waited for.
+    """
     while True:
         found = process.read_process(run_dir)
         runs = found is not None and process.is_supervised(found)
@@ -99,7 +102,7 @@ def answered(run_dir: Path, asked: Request) -> Request | None:
         )  # its last answers are looked at too
         for one in done:
             late = one.asked_unix_seconds >= asked.asked_unix_seconds
-            if one.order is asked.order and one.step is not None and late:
+            if one.order is asked.order and one.step is not None and late and one.order is not Order.STOP:
                 return one
         if not runs:
             return None

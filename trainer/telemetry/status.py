@@ -241,6 +241,8 @@ class StatusWriter:
     def _write(self, status: Status) -> None:
         self._last, self._written = status, status.beat
         try:
+            # programs and people tidy temporary folders
+            self.directory.mkdir(parents=True, exist_ok=True)
             atomic.write_text(self._path, _text(status), sync=False)
         except StorageError as error:
             # a full folder for status must not end a run whose results go elsewhere

@@ -371,8 +371,9 @@ def test_what_the_plan_refuses_is_refused_here(ask: Ask, tmp_path: Path) -> None
     small = with_gpu(machine("rtx-4090"), total_memory_bytes=4 * 1024**3)
     code, out, err = ask(small, *train(tmp_path))
     assert (code, out) == (69, "") and "the run does not fit" in err
-    code, _, err = ask(machine("h200"), "train", str(tmp_path / "absent.yaml"))
-    assert code == 78 and "absent.yaml: no such file" in err
+    for before in ((), ("--json",)):
+        code, _, err = ask(machine("h200"), *before, "train", str(tmp_path / "absent.yaml"))
+        assert code == 78 and "absent.yaml: no such file" in err
 
 
 @pytest.mark.parametrize(

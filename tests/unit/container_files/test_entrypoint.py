@@ -211,6 +211,14 @@ def test_an_empty_file_is_none_whoever_may_read_it(text: str) -> None:
         assert (ended.returncode, ended.stderr) == (0, "")
 
 
+def test_a_variable_goes_with_an_empty_file(run: Run, tmp_path: Path) -> None:
+    """Compose mounts one where nobody named a file, and `docker compose run -e` gives the variable."""
+    (tmp_path / "token").touch()
+    given = {"HF_TOKEN": "hf_given", "HF_TOKEN_FILE": str(tmp_path / "token")}
+    assert run("printenv", "HF_TOKEN", **given) == (0, "hf_given\n", "")
+    assert run("printenv", "HF_TOKEN_FILE", **given)[0] == 1
+
+
 @pytest.mark.parametrize("case", ["both", "missing", "folder"])
 def test_secrets_that_cannot_be_had(
     run: Run, checked: Callable[[], list[str]], tmp_path: Path, case: str

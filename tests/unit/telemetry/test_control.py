@@ -142,6 +142,23 @@ def test_a_run_is_asked_by_its_folder(training: Path, capsys: pytest.CaptureFixt
     assert read_run(training).requests[0].step == 4
 
 
+def test_a_stop_is_done_when_the_run_has_ended(training: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when its supervisor has taken it: the run may save for minutes."""
+    asked, looked = control.ask(training, Order.STOP), list[float]()
+    control.take(training.parent / "runtime", (Order.STOP,))
+    control.answer(training.parent / "runtime", Order.STOP, step=3, done="the run saves and ends")
+    record = (training / "process.json").read_text()
+
+    def ends(seconds: float) -> None:
+        looked.append(seconds)
+        if len(looked) == 3:
+            ended = {**json.loads(record), "supervisor": os.getpid() + 1}
+            (training / "process.json").write_text(json.dumps(ended))
+
+    monkeypatch.setattr(control.time, "sleep", ends)
+    assert control.answered(training, asked) is None and len(looked) == 3
+
+
 def test_waiting_ends_with_the_run(training: Path) -> None:
     first, asked = control.ask(training, Order.SAVE), control.ask(training, Order.STOP)
     control.answer(training.parent / "runtime", Order.SAVE, step=3, done="saved")

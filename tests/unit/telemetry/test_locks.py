@@ -54,6 +54,22 @@ def test_a_living_run_is_not_waited_for(tmp_path: Path) -> None:
     assert locks.is_held(tmp_path / "absent") is None
 
 
+def test_a_container_that_gets_the_number_of_one_before_is_another_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel gives numbers of sets of processes again; names may hold brackets and spaces."""
+    first, here = tmp_path / "stat", locks.place()
+    monkeypatch.setattr(locks, "_FIRST", first)
+    fields = " ".join(str(number) for number in range(4, 22))
+    first.write_text(f"1 (tini) 0) S {fields} 4711 23 24\n")
+    one = locks.place()
+    assert one["processes"] == f"{here['processes'].partition(' ')[0]} since 4711"
+    first.write_text(f"1 (tini) S {fields} 4712 23 24\n")
+    assert locks.place() != one
+    first.unlink()
+    assert locks.place()["processes"] == here["processes"].partition(" ")[0]
+
+
 def test_the_holder_is_the_one_that_holds_it_now(tmp_path: Path) -> None:
     path, before = tmp_path / "lock", {**locks.place(), "supervisor": 123456789}
     with hold(path, [], supervisor=123456789):

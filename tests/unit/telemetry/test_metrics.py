@@ -120,6 +120,16 @@ def test_promtool_accepts_the_text(tmp_path: Path) -> None:
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
+@pytest.mark.parametrize("step", [0, 100])
+def test_a_run_that_goes_on_has_its_step_from_the_start(tmp_path: Path, step: int) -> None:
+    """A finished one trains no other, and is no run that ended before its last step."""
+    RunMetrics(tmp_path).goes_on(step, 100)
+    families = text_string_to_metric_families((tmp_path / METRICS_FILE).read_text())
+    served = {sample.name: sample.value for family in families for sample in family.samples}
+    assert (served["trainer_step"], served["trainer_planned_steps"]) == (step, 100)
+    assert served["trainer_checkpoint_step"] == step
+
+
 def test_nothing_is_published_before_write(tmp_path: Path) -> None:
     RunMetrics(tmp_path).checkpoint(5)
     assert list(tmp_path.iterdir()) == []

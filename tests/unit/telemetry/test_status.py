@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from trainer.errors import ExitCode, NoSpaceError
 from trainer.files import atomic
+from trainer.telemetry.sinks.metrics import METRICS_FILE, RunMetrics
 from trainer.telemetry.status import (
     BUDGET_SECONDS,
     Phase,
@@ -229,6 +231,19 @@ def test_the_end_is_recorded_beside_the_last_beat(tmp_path: Path) -> None:
     status = read_status(tmp_path)
     assert status is not None
     assert status.phase is Phase.DONE
+
+
+def test_a_folder_that_is_tidied_away_is_made_again(tmp_path: Path) -> None:
+    """Temporary folders are: the run goes on, and is seen."""
+    writer, metrics = StatusWriter(tmp_path / "run", interval_seconds=0.0), RunMetrics(tmp_path / "run")
+    writer.beat(Phase.TRAIN, step=1)
+    shutil.rmtree(tmp_path / "run")
+    metrics.write()
+    writer.beat(Phase.TRAIN, step=2)
+    metrics.write()
+    status = read_status(tmp_path / "run")
+    assert status is not None and status.step == 2
+    assert (tmp_path / "run" / METRICS_FILE).is_file()
 
 
 def test_a_full_folder_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

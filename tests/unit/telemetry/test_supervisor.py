@@ -329,8 +329,11 @@ def test_kernel_files_that_are_missing_or_odd_are_no_error(tmp_path: Path) -> No
     odd.write_text("MemAvailable:\nnonsense\n")
     assert cause_of_death.available_bytes(odd) is None
     assert cause_of_death.available_bytes(tmp_path / "none") is None
-    assert cause_of_death.oom_kills(tmp_path / "none") == 0
-    assert cause_of_death.oom_kills(None) == 0
+    assert cause_of_death.oom_kills(tmp_path / "none") is None
+    assert cause_of_death.oom_kills(None) is None
+    counted = tmp_path / "memory.events"
+    counted.write_text("oom_kill 3\n")
+    assert [cause_of_death.oom_kills_since(counted, before) for before in (1, 3, None)] == [2, 0, None]
     assert cause_of_death.available_bytes() is not None
 
 
@@ -378,7 +381,16 @@ def test_oom_kills_are_those_of_the_own_cgroup(
     events.write_text("oom 7\noom_kill 2\noom_group_kill 1\n")
     found = cause_of_death.memory_events_path()
     assert (found is None) == (kills == 0)
-    assert cause_of_death.oom_kills(found) == kills
+    assert cause_of_death.oom_kills(found) == (kills or None)
+
+
+@pytest.mark.parametrize(
+    ("kills", "code", "words"),
+    [(2, 71, "counts 2 oom_kill"), (0, 137, "counts no oom_kill"), (None, 137, "no cgroup tells here")],
+)
+def test_what_nothing_counts_is_not_ruled_out(kills: int | None, code: int, words: str) -> None:
+    found, cause = cause_of_death.explain_death(signal.SIGKILL, oom_kills_since_start=kills)
+    assert found == code and words in cause
 
 
 def test_the_own_cgroup_goes_before_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,7 @@ def test_nothing_of_the_machine_is_sent_and_the_key_comes_from_its_file(
     settings = started["settings"]
     assert started["mode"] == "offline"
     assert settings["api_key"] == "secret"
+    assert 0 < settings["finish_timeout"] <= 60
     assert settings["x_disable_meta"] and settings["x_disable_stats"] and settings["disable_code"]
     assert settings["console"] == "off" and settings["disable_git"]
     monkeypatch.setenv("WANDB_API_KEY", "other")

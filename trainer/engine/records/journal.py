@@ -60,8 +60,7 @@ class Journal:
                 f"{METRICS_LOG}: {damaged} damaged lines are left out; the file as it was is {name}"
             )
         self.events.restart_after(last_kept)
-        if step > 0:
-            self.metrics.checkpoint(step)
+        self.metrics.goes_on(step, self.context.config.train.max_train_steps)
 
     def start_clock(self) -> None:
         """Start timing the steps up to the next log step; previews and saves in between are not steps."""

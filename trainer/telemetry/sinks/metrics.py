@@ -215,6 +215,16 @@ class RunMetrics:
             self._registry.gauges[name].set(value)
         self.write()
 
+    def goes_on(self, step: int, planned_steps: int) -> None:
+        """Publish the step of the checkpoint that training goes on from, 0 without one, and of the last
+        one: a finished run that is started once more logs no other.
+        """
+        self._registry.gauges["trainer_step"].set(step)
+        self._registry.gauges["trainer_planned_steps"].set(planned_steps)
+        if step > 0:
+            self.checkpoint(step)
+        self.write()
+
     def checkpoint(self, step: int) -> None:
         """Say that a checkpoint of `step` became valid."""
         self._registry.gauges["trainer_checkpoint_step"].set(step)
@@ -227,6 +237,7 @@ class RunMetrics:
 
     def write(self) -> None:
         """Publish all values at once for the supervisor to serve; a full folder keeps the last ones."""
-        with contextlib.suppress(StorageError):  # the heartbeat, written to the same folder, has told it
+        # the heartbeat, written to the same folder, has told it, or makes the folder again
+        with contextlib.suppress(StorageError, FileNotFoundError):
             text = generate_latest(self._registry.collector).decode()
             atomic.write_text(self._path, redacted(text), sync=False)

@@ -19,6 +19,8 @@ from trainer.files import atomic
 from trainer.telemetry.sinks.records import Record, written_values
 
 _ID_FILE, _KEY_FILE = "wandb.id", "WANDB_API_KEY_FILE"
+# the most that the end of a run waits for an upload; what is left lies in the run's folder, for `wandb sync`
+_FINISH_SECONDS = 60.0
 _MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
 
 
@@ -51,6 +53,7 @@ class Tracker:
             console="off",
             disable_code=True,
             disable_git=True,
+            finish_timeout=_FINISH_SECONDS,
             save_code=False,
             silent=True,
             x_disable_meta=True,

@@ -55,15 +55,23 @@ def memory_events_path() -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def oom_kills(path: Path | None) -> int:
-    """How many processes of the cgroup the kernel has killed for lack of memory; 0 when it cannot be read."""
+def oom_kills(path: Path | None) -> int | None:
+    """How many processes of the cgroup the kernel has killed for lack of memory; None when that cannot be
+    read.
+    """
     if path is None:
-        return 0
+        return None
     try:
         found = re.search(r"^oom_kill (\d+)", path.read_text(), re.MULTILINE)
     except OSError:
-        return 0
-    return int(found[1]) if found else 0
+        return None
+    return int(found[1]) if found else None
+
+
+def oom_kills_since(path: Path | None, before: int | None) -> int | None:
+    """How many kills `path` counts since it counted `before`; None where either is not known."""
+    now = oom_kills(path)
+    return None if now is None or before is None else now - before
 
 
 def order(returncode: int) -> int:
@@ -75,18 +83,24 @@ def order(returncode: int) -> int:
     return 0 if returncode < 0 else 1 if returncode in set(ExitCode) else 3
 
 
-def explain_death(signum: int, *, oom_kills_since_start: int, several_hosts: bool = False) -> tuple[int, str]:
-    """Exit code and cause for a process that `signum` ended: 71 for an OOM kill, else 128 + signum."""
+def explain_death(
+    signum: int, *, oom_kills_since_start: int | None, several_hosts: bool = False
+) -> tuple[int, str]:
+    """Exit code and cause for a process that `signum` ended: 71 for an OOM kill, else 128 + signum. Kills are
+    None where nothing counts them.
+    """
     try:
         name = signal.Signals(signum).name
     except ValueError:  # real-time signals have no name of their own
         name = f"signal {signum}"
-    if signum == signal.SIGKILL and oom_kills_since_start > 0:
+    if signum == signal.SIGKILL and oom_kills_since_start:
         counted = f"the cgroup's memory.events counts {oom_kills_since_start} oom_kill since the start"
         return ExitCode.OUT_OF_MEMORY, f"{name}: killed by the kernel for lack of memory ({counted})"
     cause = CAUSES.get(signum, "ended by a signal that this program does not use")
     if signum == signal.SIGKILL:
-        cause += "; the cgroup's memory.events counts no oom_kill"
+        counted = "; the cgroup's memory.events counts no oom_kill"
+        unknown = "; whether for lack of memory no cgroup tells here: see dmesg on the host"
+        cause += unknown if oom_kills_since_start is None else counted
     if signum == signal.SIGABRT and several_hosts:
         cause += ALSO_LOST
     return 128 + signum, f"{name}: {cause}"

@@ -228,7 +228,7 @@ class _Watch:
         oom_kills_before = cause_of_death.oom_kills(self.memory_events)
         rank, returncode = self._wait(received)
         self.kill_groups()  # the other ranks, and workers that outlived theirs
-        oom_kills = cause_of_death.oom_kills(self.memory_events) - oom_kills_before
+        oom_kills = cause_of_death.oom_kills_since(self.memory_events, oom_kills_before)
         self._hear_others(returncode)
         code, cause = self._outcome(returncode, oom_kills)
         if cause and (self.ranks > 1 or self.among.elsewhere) and self._killed is None:
@@ -370,7 +370,7 @@ class _Watch:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
 
-    def _outcome(self, returncode: int | None, oom_kills: int) -> tuple[int, str]:
+    def _outcome(self, returncode: int | None, oom_kills: int | None) -> tuple[int, str]:
         """Exit code to pass on, and the cause when the child has not told it itself.
 
         `oom_kills` are those of its group since it was started.
@@ -387,7 +387,7 @@ class _Watch:
         if returncode in set(ExitCode):
             return returncode, ""
         if returncode > 0:
-            hint = f"; processes of its group OOM-killed meanwhile: {oom_kills}" if oom_kills > 0 else ""
+            hint = f"; processes of its group OOM-killed meanwhile: {oom_kills}" if oom_kills else ""
             return returncode, f"unexpected exit code {returncode}{hint}"
         if self._asked is not None and -returncode == self._asked[1]:
             why = "it ended before it could handle the request, so before there was anything to save"
