@@ -78,6 +78,44 @@ def test_answers_and_what_ends_them_are_learned(name: str, tmp_path: Path) -> No
     assert learned.count(end) == 2 and learned[-1] == end
 
 
+# as those of DeepSeek-R1's distilled models: what was thought is left out of answers
+REASONS = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content.split('</think>')[-1] }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("learn", "wanted"), [("answers", "Two.<eos>Four.<eos>"), ("last_answer", "Four.<eos>")]
+)
+def test_answers_are_learned_where_a_model_is_opened_with_a_thought(
+    learn: Any, wanted: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "reasons.jinja"
+    file.write_text(REASONS)
+    marks = [*KNOWN, "<|system|>", "<|user|>", "<|assistant|>"]
+    tokenizer, _ = conversations.open_tokenizer(base(tmp_path / "base", str(file), marks))
+    chat = [*CHAT[:-1], {"role": "assistant", "content": "<think>Two and two.</think>Four."}]
+    row = conversations.encode_conversation(
+        tokenizer, json.dumps(chat), max_sequence_length=4096, learn=learn
+    )
+    learned = [int(one) for one, weight in zip(row["input_ids"], row["loss_weight"], strict=True) if weight]
+    assert tokenizer.decode(learned).replace(" ", "") == wanted
+
+
+def test_today_is_in_no_conversation(tmp_path: Path) -> None:
+    """Else tokens would be others on each day, and what is cached of one day beside those of another."""
+    file = tmp_path / "dated.jinja"
+    file.write_text(
+        "{% set today = strftime_now('%Y-%m-%d') %}{{ 'Today is ' + today + strftime_now('%d %b %Y') + '.' }}"
+        "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    )
+    tokenizer, _ = conversations.open_tokenizer(base(tmp_path / "base", str(file)))
+    row = conversations.encode_text(tokenizer, "Hi", [], prompt=True, max_sequence_length=4096)
+    assert "2024-07-2626Jul2024.Hi" in tokenizer.decode(row["input_ids"]).replace(" ", "")
+
+
 def test_a_base_without_a_template_is_told_to_name_one(tmp_path: Path) -> None:
     tokenizer, _ = conversations.open_tokenizer(base(tmp_path, None))
     with pytest.raises(DataError, match="has no chat template") as caught:

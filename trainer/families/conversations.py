@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 # templates that write today's date would make every day's tokens others; this is the date that Llama 3.1's
 # template writes where it is told none
 _DATE = "26 Jul 2024"
+_NOW = "strftime_now"
+# the same for templates that ask for today by a function of transformers, in the formats that they ask in
+_FIXED_NOW = (
+    "{% macro strftime_now(format) %}{{ {'%Y-%m-%d': '2024-07-26', '%d %B %Y': '26 July 2024'}"
+    ".get(format, '" + _DATE + "') }}{% endmacro %}"
+)
+_PLACE = "Zq9Zq9"
+"""An answer that no template changes, to see what it writes before one."""
 _MARK = re.compile(r"<\|[^\s|<>]+\|>|<(?:start|end)_of_turn>")
 """Texts that look like special tokens, in what a template of the user's writes."""
 _SHORTEST = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -224,9 +232,16 @@ def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opened: bo
             remedy=f"name one: {chat_templates.KEY}: {', '.join(chat_templates.names())}, or FILE.jinja;"
             " or use a model that was made for chats",
         )
+    template = tokenizer.chat_template
+    if isinstance(template, str) and _NOW in template:
+        template = _FIXED_NOW + template
     try:
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=opened, date_string=_DATE
+            messages,
+            chat_template=template if isinstance(template, str) else None,
+            tokenize=False,
+            add_generation_prompt=opened,
+            date_string=_DATE,
         )
     except _template_errors() as error:
         raise ConversationError(
@@ -250,8 +265,13 @@ def _answer(
     """
     before = _render(tokenizer, messages[:index], opened=True)
     after = _render(tokenizer, messages[: index + 1], opened=False)
-    appends = after.startswith(before) and whole.startswith(after)
-    return (len(before), len(after.rstrip())) if appends else None
+    if not after.startswith(before):
+        # models that reason are opened with a thought, which an answer without one does not have
+        answered = [*messages[:index], {"role": "assistant", "content": _PLACE}]
+        before, found, _ = _render(tokenizer, answered, opened=False).rpartition(_PLACE)
+        if not found or not after.startswith(before):
+            return None
+    return (len(before), len(after.rstrip())) if whole.startswith(after) else None
 
 
 def _weights(
