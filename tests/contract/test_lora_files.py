@@ -38,6 +38,7 @@ from trainer.planning.shapes.geometry import TABLES, linear_weights, read_table
 from trainer.planning.shapes.run_shapes import roles
 
 COMFYUI_CASES = tuple(case for case in LORA_CASES if families.get(case.family).comfyui is not None)
+_OF_PICTURES = [case for case in LORA_CASES if families.get(case.family).sample_kind == "image"]
 Change = Callable[[dict[str, torch.Tensor]], None]
 
 
@@ -76,6 +77,34 @@ def test_the_real_loader_takes_the_lora_and_comfyui_changes_the_weights_alike(
         by_loader = loaded.model.state_dict()[f"{module}.weight"] - base[f"{module}.weight"]
         assert torch.allclose(by_loader, change, rtol=1e-4, atol=1e-6), module
     assert comfyui_file(file).exists() == (done.job.context.family.comfyui is not None)
+
+
+# what LoraConfig of peft 0.13 (2024) takes, but for what is of training alone
+_KNOWN_IN_2024 = {
+    *("peft_type", "task_type", "inference_mode", "r", "lora_alpha", "target_modules", "rank_pattern"),
+    *(
+        "alpha_pattern",
+        "use_dora",
+        "use_rslora",
+        "lora_dropout",
+        "bias",
+        "fan_in_fan_out",
+        "init_lora_weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _OF_PICTURES, ids=str)
+def test_a_peft_that_is_years_older_takes_the_metadata(
+    case: Case, finished: Callable[[Case], Finished]
+) -> None:
+    """diffusers hands it whole to the LoraConfig that is there, which ends at a key that it does not know.
+
+    peft itself reads those of language models, and passes over what it does not know.
+    """
+    said = adapter_config(lora_file(finished(case)))
+    assert said.keys() <= _KNOWN_IN_2024 and None not in said.values()
+    assert {"r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern"} <= said.keys()
 
 
 def test_both_files_say_the_same_alpha_and_rank(

@@ -278,11 +278,13 @@ def save_adapter(
     """Write with the pipeline's save_lora_weights, metadata included: without it alpha is lost."""
     import diffusers
 
+    from trainer.modeling.adapter.lora import portable_config
+
     getattr(diffusers, pipeline.name).save_lora_weights(
         folder,
         transformer_lora_layers=dict(state),
         weight_name=name,
-        transformer_lora_adapter_metadata=dict(config),
+        transformer_lora_adapter_metadata=portable_config(config),
     )
     return folder / name
 

@@ -12,6 +12,9 @@ from trainer.modeling.adapter.targets import in_any_order
 from trainer.modeling.seeds import seeded
 
 ADAPTER = "default"
+_ALWAYS_SAID = frozenset(
+    {"peft_type", "r", "lora_alpha", "alpha", "target_modules", "rank_pattern", "alpha_pattern"}
+)
 
 
 def linear_names(model: torch.nn.Module) -> list[str]:
@@ -128,6 +131,20 @@ def adapter_config(model: Any) -> dict[str, Any]:
     # where the base was loaded from is a path of this machine
     plain["base_model_name_or_path"] = None
     return plain
+
+
+def portable_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of an `adapter_config` that says something: diffusers hands all of it to the LoraConfig of the
+    peft that is installed, and an older one ends at a key that it does not know.
+    """
+    from peft import get_peft_config
+
+    standard = get_peft_config({"peft_type": config["peft_type"]}).to_dict()
+    return {
+        key: value
+        for key, value in config.items()
+        if key in _ALWAYS_SAID or (key in standard and key != "peft_version" and value != standard[key])
+    }
 
 
 def effective_change(down: torch.Tensor, up: torch.Tensor, scale: float) -> torch.Tensor:
