@@ -20,6 +20,7 @@ from trainer.files.weight_files import weight_files
 from trainer.modeling.base.base import base_at, read_config, require_readable
 from trainer.modeling.base.hub import refusal_told
 from trainer.planning.plan import Decision
+from trainer.planning.rules import require_inputs, require_length
 from trainer.planning.shapes.geometry import table_component
 from trainer.planning.shapes.run_shapes import CONFIGS, roles
 from trainer.words.sizes import GB
@@ -55,9 +56,9 @@ _PURPOSE = re.compile(r"For|Model|Text|Encoder")
 def check_base(family: Family, loaded: Loaded, folder: Path) -> tuple[str, ...]:
     """Warnings about the base model in `folder`, as far as it is there.
 
-    Raises ConfigError (78) where it is another family's or attends over fewer tokens than conversations may
-    have, AccessError (77) where a component is of another class or its config is damaged, with every problem,
-    and where this user may not enter one.
+    Raises ConfigError (78) where it is another family's, takes more than latents, or attends over fewer
+    tokens than conversations may have, AccessError (77) where a component is of another class or its config
+    is damaged, with every problem, and where this user may not enter one.
     """
     require_readable(folder, families.components(family))
     with refusal_told(folder):
@@ -75,7 +76,8 @@ def _checked(family: Family, loaded: Loaded, folder: Path) -> tuple[str, ...]:
     ]
     if problems:
         raise AccessError(problems)
-    _require_window(family, loaded, folder)
+    require_length(family, loaded, folder)
+    require_inputs(family, loaded, folder)
     return (*warnings, *_without_dropout(family, folder))
 
 
@@ -134,19 +136,6 @@ def _require_family(family: Family, loaded: Loaded, said: Mapping[str, Any]) -> 
         )
     if right:
         yield f"{what}, for which `family: {right}` is; as {family.name} it trains what that family is for"
-
-
-def _require_window(family: Family, loaded: Loaded, folder: Path) -> None:
-    """Raise ConfigError where the base's attention has a window that a conversation may be longer than."""
-    path, key = folder / family.trained_component / "config.json", "data.max_sequence_length"
-    window = family.window(read_config(path)) if path.is_file() else None
-    if window is not None and window < loaded.config.data.max_sequence_length:
-        raise ConfigError(
-            f"`{key}` is {loaded.config.data.max_sequence_length}, and a token of this base attends to the "
-            f"last {window} only ({path} says so): rows are computed without such a window",
-            where=loaded.sources.get(key, key),
-            remedy=f"write {key}: {window} or less, or name a base without a sliding window",
-        )
 
 
 def _without_dropout(family: Family, folder: Path) -> Iterator[str]:

@@ -6,9 +6,11 @@ and on whatever is suggested instead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from trainer.config import environment
 from trainer.config.judging import rules as of_configuration
@@ -17,6 +19,7 @@ from trainer.config.reading.load import Loaded
 from trainer.config.schema import DataSet
 from trainer.config.tree import by_user
 from trainer.errors import ConfigError, HardwareError
+from trainer.families import names
 from trainer.families.family import Family
 from trainer.modeling.base.base import read_config
 from trainer.planning.choose import attention, candidates, loading, optimizers, swap_and_shard, switches
@@ -25,6 +28,9 @@ from trainer.planning.shapes.adapters import needs_whole_base
 from trainer.planning.shapes.run_shapes import CONFIGS
 from trainer.ways.storages import WAYS, multiplied_in
 from trainer.words import extras
+
+# switches of diffusers' classes by which a model takes another picture beside the latents
+_MORE_INPUTS = ("visual_cond", "use_additional_t_cond", "use_layer3d_rope")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +158,65 @@ def require_shift(family: Family, loaded: Loaded, folder: Path) -> None:
             f" ({path} has no `use_dynamic_shifting: true`)",
             where=loaded.sources.get(_SHIFT, _SHIFT),
             remedy=f"write `{_SHIFT}: auto`, or a number",
+        )
+
+
+def require_length(family: Family, loaded: Loaded, folder: Path) -> None:
+    """Raise ConfigError where conversations may be longer than what the base's attention reaches: a sliding
+    window, or the positions that it was trained with.
+    """
+    path, key = folder / family.trained_component / "config.json", "data.max_sequence_length"
+    said, asked = read_config(path) if path.is_file() else {}, loaded.config.data.max_sequence_length
+    window = family.window(said)
+    if window is not None and window < asked:
+        raise ConfigError(
+            f"`{key}` is {asked}, and a token of this base attends to the "
+            f"last {window} only ({path} says so): rows are computed without such a window",
+            where=loaded.sources.get(key, key),
+            remedy=f"write {key}: {window} or less, or name a base without a sliding window",
+        )
+    positions = _positions(said) if family.sample_kind == "conversation" else None
+    if positions is not None and positions < asked:
+        raise ConfigError(
+            f"`{key}` is {asked}, and this base has positions for {positions} tokens ({path} says so)",
+            where=loaded.sources.get(key, key),
+            remedy=f"write {key}: {positions} or less",
+        )
+
+
+def _positions(said: Mapping[str, Any]) -> int | None:
+    """Tokens that a language model has positions for; None where its config does not say."""
+    most = said.get("max_position_embeddings")
+    scaling = said.get("rope_scaling") or said.get("rope_parameters")
+    if not isinstance(most, int):
+        return None
+    ropes = scaling if isinstance(scaling, Mapping) else {}
+    factor, kind = ropes.get("factor"), ropes.get("rope_type") or ropes.get("type")
+    # of other kinds the number is that of the scaled positions
+    stretches = kind in ("linear", "dynamic", "yarn") and isinstance(factor, int | float)
+    return math.floor(most * factor) if factor and stretches else most
+
+
+def require_inputs(family: Family, loaded: Loaded, folder: Path) -> None:
+    """Raise ConfigError where the base is given more than noised latents: relatives of a family, for filling
+    in or by edges and depth, have its class and no pipeline that is trained here.
+    """
+    path = folder / family.trained_component / "config.json"
+    ours = CONFIGS / family.name / family.trained_component / "config.json"
+    if family.sample_kind != "image" or not path.is_file():
+        return
+    said, known = read_config(path), read_config(ours)
+    outputs, patch = said.get("out_channels"), said.get("patch_size", 1)
+    given = said.get("in_channels")
+    wider = all(isinstance(one, int) for one in (given, outputs, patch)) and given != outputs * patch**2
+    problems = [f"in_channels {given} for {outputs} that it gives"] if wider else []
+    problems += [f"{key}: true" for key in _MORE_INPUTS if said.get(key) and not known.get(key)]
+    if problems:
+        raise ConfigError(
+            f"the base model takes more than the noised picture ({', '.join(problems)} in {path}), which"
+            f" {family.title} does not",
+            where=loaded.sources.get("model.pretrained_model_name_or_path", "family"),
+            remedy=f"name a base of {family.title} itself; {', '.join(names())} are the families",
         )
 
 

@@ -30,6 +30,7 @@ from trainer.modeling.base.structure import built_empty
 from trainer.planning.base_check import check_base, named_class
 from trainer.planning.plan import Plan
 from trainer.planning.planning import plan_run, prepare_base
+from trainer.planning.rules import require_length
 from trainer.planning.shapes.run_shapes import CONFIGS
 
 ROOT = Path(__file__).parents[3]
@@ -358,6 +359,57 @@ def test_a_window_shorter_than_a_conversation_is_refused(
     (problem,) = caught.value.problems
     assert problem.where == "data.max_sequence_length" and str(path) in problem.what
     assert f"write data.max_sequence_length: {window} or less" in problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("changes", "most"),
+    [
+        ({"max_position_embeddings": 512}, None),
+        ({"max_position_embeddings": 511}, 511),
+        ({"max_position_embeddings": 128, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, None),
+        ({"max_position_embeddings": 128, "rope_scaling": {"type": "linear", "factor": 2.0}}, 256),
+        ({"max_position_embeddings": 256, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 256),
+        ({"max_position_embeddings": None}, None),
+    ],
+    ids=str,
+)
+def test_a_conversation_longer_than_the_base_s_positions_is_refused(
+    tiny_base: Callable[[str], Path], changes: dict[str, Any], most: int | None, tmp_path: Path
+) -> None:
+    """Positions that a base has never seen train without an error, and worse."""
+    config = json.loads((tiny_base("llama") / "config.json").read_text())
+    for rope in ("rope_scaling", "rope_parameters"):
+        config.pop(rope, None)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | changes))
+    asked = loaded(tmp_path, "llama")
+    if most is None:
+        require_length(get("llama"), asked, tmp_path)
+        return
+    with pytest.raises(ConfigError, match=f"has positions for {most} tokens") as caught:
+        require_length(get("llama"), asked, tmp_path)
+    assert caught.value.problems[0].remedy == f"write data.max_sequence_length: {most} or less"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        # FLUX.1-Fill and FLUX.1-Depth, by what published ones add to the latents
+        ("flux1_dev", {"in_channels": 384, "out_channels": 64}, "in_channels 384 for 64 that it gives"),
+        ("flux1_dev", {"in_channels": 128, "out_channels": 64}, "in_channels 128 for 64 that it gives"),
+        ("kandinsky5", {"visual_cond": True}, "visual_cond: true"),
+        ("qwen_image", {"use_additional_t_cond": True}, "use_additional_t_cond: true"),
+    ],
+)
+def test_relatives_that_take_more_than_latents_are_refused(
+    family: str, changes: dict[str, Any], said: str, tiny_base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Their class is the family's, so that all else of them fits until the first batch comes."""
+    base = Path(shutil.copytree(tiny_base(family), tmp_path / "base"))
+    edited("transformer/config.json", **changes)(base)
+    with pytest.raises(ConfigError, match="takes more than the noised picture") as caught:
+        plan(base, family)
+    assert said in caught.value.problems[0].what
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
