@@ -90,6 +90,8 @@ class Family:
     """Part of every cache key: raise it when encoding changes."""
     pixel_multiple: int
     """Image sides are multiples of this."""
+    most_side: int | None = None
+    """Pixels that the model has positions for along a side; None where it computes them for any."""
     sample_kind: Literal["image", "conversation"] = "image"
     """Kind of a data set's samples."""
     control_counts: tuple[int, int] = (0, 0)

@@ -97,6 +97,8 @@ KANDINSKY5 = Family(
     title="Kandinsky 5 Image Lite",
     licence="MIT",
     pixel_multiple=16,
+    # tables of diffusers' class: 128 positions of 16 pixels
+    most_side=2048,
     max_sequence_length=512,
     caption="prompt_embeds_qwen",
     text_keys=(

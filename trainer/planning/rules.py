@@ -18,6 +18,7 @@ from trainer.config.judging.rule import Clash, Context, Rule, check
 from trainer.config.reading.load import Loaded
 from trainer.config.schema import DataSet
 from trainer.config.tree import by_user
+from trainer.data.pictures.buckets import buckets
 from trainer.errors import ConfigError, HardwareError
 from trainer.families import names
 from trainer.families.family import Family
@@ -68,6 +69,16 @@ def _place(at: OfFamily, key: str, reason: str = "") -> Clash:
     return {"key": key, "where": where, "why": reason, "title": at.family.title, "most": most}
 
 
+def _too_wide(at: OfFamily) -> Iterator[Clash]:
+    """Resolutions whose pictures would be longer than the model's positions."""
+    most, data, preview = at.family.most_side, at.config.data.resolution, at.config.validation.resolution
+    longest = 0 if most is None or _talks(at) else max(map(max, buckets(data, at.family.pixel_multiple)))
+    if most is not None and longest > most:
+        yield _place(at, "data.resolution", f"{most} pixels; those of {data} have up to {longest}")
+    if most is not None and preview is not None and preview > most:
+        yield _place(at, "validation.resolution", f"{most} pixels")
+
+
 def _talks(at: OfFamily) -> bool:
     return at.family.sample_kind == "conversation"
 
@@ -105,6 +116,8 @@ FAMILY: tuple[Rule[OfFamily], ...] = (
          "`{key}`: {title} trains on images, and a caption is no conversation", "leave it out"),
     Rule(("data.sets",), lambda at: _written(at, _talks(at), _ABOUT_IMAGES),
          "`{key}`: {title} trains on conversations, and {why}", "leave it out"),
+    Rule(("data.resolution", "validation.resolution"), _too_wide,
+         "`{key}`: a side of {title}'s pictures has at most {why}", "write a smaller one"),
     Rule(("validation.metrics",),
          lambda at: _written(at, _talks(at) and bool(at.config.validation.metrics), {}, "validation.metrics"),
          "`{key}`: {title} writes text, and these measure pictures", "leave it out"),

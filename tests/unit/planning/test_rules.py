@@ -36,6 +36,7 @@ def loaded(
     return load([path], family_defaults=known, environ={})
 
 
+WIDE = next(name for name in families.names() if families.get(name).most_side == 2048)
 IMAGES, CHATS = {"sets": [{"img_dir": "images"}]}, {"sets": [{"chat_file": "chats.jsonl"}]}
 
 
@@ -63,6 +64,14 @@ IMAGES, CHATS = {"sets": [{"img_dir": "images"}]}, {"sets": [{"chat_file": "chat
         (DRAWS, {**IMAGES, "max_sequence_length": 4096}, {}, "data.max_sequence_length", "tokens at most"),
         (DRAWS, {**IMAGES, "on_long": "cut"}, {}, "data.on_long", "its text encoder cuts"),
         (DRAWS, {**IMAGES, "learn": "all"}, {}, "data.learn", "captions are not learned"),
+        (
+            WIDE,
+            {**IMAGES, "resolution": 1536},
+            {},
+            "data.resolution",
+            "2048 pixels; those of 1536 have up to 2112",
+        ),
+        (WIDE, {**IMAGES, "resolution": 1472}, {"resolution": 2064}, "validation.resolution", "2048 pixels"),
         (WRITES, {**CHATS, "caption_dropout_rate": 0.1}, {}, "data.caption_dropout_rate", "no caption"),
         (WRITES, {**CHATS, "trigger_word": "zwx"}, {}, "data.trigger_word", "no caption"),
         *(
