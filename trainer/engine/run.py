@@ -228,7 +228,7 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
     """Export and prove the result, draw it, and say how the run ended."""
     context, model = run.context, run.built.model
     context.status.beat(Phase.SAVE)
-    run.journal.phase(Phase.SAVE)
+    run.journal.publish()
     with rounds.beside_training(run), explained(run.built.updater):
         if before is None:
             path, comfyui, result = proof.export_lora(context, model, step)
@@ -258,7 +258,7 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
     line = held_out_line(read_metrics(context.run_dir / METRICS_LOG))
     if run.held_out is not None and line is not None:
         context.say(line)
-    run.journal.phase(Phase.DONE)
+    run.journal.publish()
     context.say(summary)
 
 

@@ -78,7 +78,7 @@ rank = int(os.environ["RANK"])
 folder = rank_folder(Path(os.environ["TRAINER_RUNTIME_DIR"]), rank)
 writer = StatusWriter(folder, ranks=int(os.environ["RANKS"]), interval_seconds=0.02)
 metrics = RunMetrics(folder)
-metrics.phase(Phase.TRAIN)
+metrics.write()
 for step in range(100000):
     writer.beat(Phase.TRAIN, step=step, total=100000, item_done=True)
     if flag.requested is not None:

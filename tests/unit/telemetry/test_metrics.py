@@ -32,8 +32,6 @@ def full_text(directory: Path) -> str:
         decisions={"attention": "flash", "weights": 'int8 "quoted"\nline'},
         budget_bytes=17 * 1024**3,
     )
-    metrics.phase(Phase.CACHE)
-    metrics.phase(Phase.TRAIN)
     metrics.cache_entries(reused=7, encoded=3)
     for one in (record(10, validation_loss=0.75), record(20, loss=0.25)):
         metrics.record(dataclasses.replace(one, planned_steps=100, steps=10, samples=40))

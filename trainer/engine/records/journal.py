@@ -28,7 +28,6 @@ from trainer.telemetry.sinks.records import (
     written_values,
 )
 from trainer.telemetry.sinks.tracker import Tracker
-from trainer.telemetry.status import Phase
 
 
 class Journal:
@@ -73,9 +72,9 @@ class Journal:
         yield
         self._marked += time.monotonic() - started
 
-    def phase(self, phase: Phase) -> None:
-        """Publish the phase to the metrics."""
-        self.metrics.phase(phase)
+    def publish(self) -> None:
+        """Publish counts and checkpoints that no record has brought to the metrics yet."""
+        self.metrics.write()
 
     def log_validation(self, record: ValidationRecord) -> None:
         """Record a held-out loss on a line of its own."""

@@ -51,7 +51,7 @@ def train(run: Run, state: State) -> None:
     total = config.train.max_train_steps
     steps = together.Steps(feed(context, run.entries, context.settings, state.step, total))
     context.status.beat(Phase.FIRST_STEP, step=state.step, total=total)
-    run.journal.phase(Phase.FIRST_STEP)
+    run.journal.publish()
     try:
         rounds.look_before(run, state)
         if not state.ended_early:
@@ -59,10 +59,7 @@ def train(run: Run, state: State) -> None:
         with progress(total, "training", start=state.step) as bar:
             run.journal.start_clock()
             while state.step < total and not state.ended_early:
-                first = state.flag is None
                 _one_step(run, state, steps)
-                if first:
-                    run.journal.phase(Phase.TRAIN)
                 _after_step(run, state, bar)
         if context.plan.compile:
             captured = "" if run.graphs is None else f"{run.graphs}; "

@@ -22,7 +22,6 @@ from trainer.config.secrets import redacted
 from trainer.errors import StorageError
 from trainer.files import atomic
 from trainer.telemetry.sinks.records import Record, ScoreRecord, StepRecord
-from trainer.telemetry.status import Phase
 
 METRICS_FILE = "metrics.prom"
 # fmt: off
@@ -84,10 +83,11 @@ METRICS: tuple[Metric, ...] = (
     Metric(name="trainer_checkpoint_step", help="Step of the newest valid checkpoint."),
     Metric(name="trainer_cache_entries_total", kind="counter", labels=("origin",),
            help="Cache entries of the data set by origin: reused or encoded."),
-    Metric(name="trainer_phase", labels=("phase",), help="1 for the phase the run is in, 0 for the others."),
     Metric(name="trainer_plan_info", labels=("feature", "value"), help="Decisions of the hardware plan."),
     Metric(name="trainer_build_info", labels=("version", "torch", "family", "method"),
            help="Versions and what is trained."),
+    Metric(name="trainer_phase", labels=("phase",), writer="supervisor",
+           help="1 for the phase the run is in, 0 for the others."),
     Metric(name="trainer_supervisor_info", labels=("version", "first_rank", "unified_memory"),
            writer="supervisor",
            help="Version of the supervisor, the lowest rank here, and whether CPU and GPU share one memory; a"
@@ -146,7 +146,7 @@ def _known(**values: float | None) -> dict[str, float]:
 
 
 class RunMetrics:
-    """The training process's metrics. Counts and checkpoints are published with the next record or phase."""
+    """The training process's metrics. Counts and checkpoints come with the next record, or `write`."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -162,12 +162,6 @@ class RunMetrics:
         for feature, value in decisions.items():
             gauges["trainer_plan_info"].labels(feature=feature, value=value).set(1)
         gauges["trainer_memory_budget_bytes"].set(budget_bytes)
-        self.write()
-
-    def phase(self, phase: Phase) -> None:
-        """Publish which phase the run is in."""
-        for other in Phase:
-            self._registry.gauges["trainer_phase"].labels(phase=other.value).set(other is phase)
         self.write()
 
     def cache_entries(self, *, reused: int, encoded: int) -> None:

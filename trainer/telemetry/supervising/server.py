@@ -18,7 +18,7 @@ from prometheus_client import generate_latest
 from trainer.config.environment import LOOPBACK
 from trainer.errors import ConfigError
 from trainer.telemetry.sinks.metrics import METRICS_FILE, build_registry
-from trainer.telemetry.status import Status, Verdict
+from trainer.telemetry.status import Phase, Status, Verdict
 
 PORT_VARIABLE = "TRAINER_METRICS_PORT"
 ADDRESS_VARIABLE = "TRAINER_METRICS_ADDRESS"
@@ -66,6 +66,9 @@ def metrics_text(
         if held is not None:
             gauge = registry.gauges["trainer_rank_device_memory_reserved_peak_bytes"]
             gauge.labels(rank=rank).set(held)
+    if (first := ranks[0]) is not None:
+        for phase in Phase:
+            registry.gauges["trainer_phase"].labels(phase=phase.value).set(phase is first.phase)
     registry.gauges["trainer_child_up"].set(child_up)
     registry.gauges["trainer_healthy"].set(verdict.healthy)
     registry.gauges["trainer_heartbeat_timestamp_seconds"].set(max(beats))
