@@ -167,3 +167,103 @@ def test_several_folders_and_names_in_metadata_contradict_each_other(tmp_path: P
     write_rows(folder, [{"file_name": "a.png", "text": "one", "control_file_name": "x.png"}])
     problems = told(DataSet(img_dir=folder, control_dir=homes), (1, 3))
     assert any("there are 2 folders of them" in one and "metadata.jsonl" in one for one in problems)
+
+
+def of_sets(*sets: DataSet, beside: tuple[DataSet, ...] = (), skip: bool = False) -> list[str]:
+    """The samples of sets with the folders of their controls and masks."""
+    found = scan_images(
+        sets,
+        beside=beside,
+        resolution=64,
+        multiple=16,
+        trigger_word=None,
+        controls=(0, 1),
+        on_bad_file="skip" if skip else "error",
+    )
+    records = [one for one in found.records if isinstance(one, ImageRecord)]
+    partners = [[*(one.path for one in record.controls)] for record in records]
+    partners = [
+        [*paths, *([one.mask.path] if one.mask else [])] for paths, one in zip(partners, records, strict=True)
+    ]
+    return [
+        " ".join([record.path.name, *(f"{path.parent.name}/{path.name}" for path in paths)])
+        for record, paths in zip(records, partners, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("key", ["control_dir", "mask_dir"])
+@pytest.mark.parametrize("skip", [False, True])
+def test_sets_may_share_a_folder_of_partners(key: str, skip: bool, targets: Path, tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    write_pair(tmp_path / "more", "c.png", seed=7)
+    shared = controls(tmp_path / "shared", "a.png", "b.png", "c.png")
+    one, other = (
+        DataSet.model_validate({"img_dir": path, key: shared}) for path in (targets, tmp_path / "more")
+    )
+    samples = ["a.png shared/a.png", "b.png shared/b.png", "c.png shared/c.png"]
+    assert of_sets(one, other, skip=skip) == samples
+    assert of_sets(one, beside=(other,), skip=skip) == samples[:2]
+    assert of_sets(other, beside=(one,), skip=skip) == samples[2:]
+
+
+def test_a_partner_that_no_set_uses_is_told_once(targets: Path, tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    write_pair(tmp_path / "more", "c.png", seed=7)
+    shared = controls(tmp_path / "shared", "a.png", "b.png", "c.png", "d.png")
+    one, other = (DataSet(img_dir=path, control_dir=shared) for path in (targets, tmp_path / "more"))
+    for sets, beside in (((one, other), ()), ((one,), (other,))):
+        with pytest.raises(DataError) as caught:
+            of_sets(*sets, beside=beside)
+        (problem,) = caught.value.problems
+        assert problem.where == str(shared / "d.png")
+        assert problem.what == "a control image without an image of the same stem"
+
+
+def test_a_partner_of_another_sets_image_that_cannot_be_used_is_no_second_mistake(
+    targets: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "more").mkdir()
+    write_pair(tmp_path / "more", "c.png", seed=7).rename(tmp_path / "more" / "c.gif")
+    write_pair(tmp_path / "more", "d.png", seed=8)
+    shared = controls(tmp_path / "shared", "a.png", "b.png", "c.png", "d.png")
+    with pytest.raises(DataError) as caught:
+        of_sets(*(DataSet(img_dir=path, control_dir=shared) for path in (targets, tmp_path / "more")))
+    assert [one.where for one in caught.value.problems] == [str(tmp_path / "more" / "c.gif")]
+
+
+def test_controls_of_a_set_below_another_lie_below_its_controls(targets: Path, tmp_path: Path) -> None:
+    """A tree of images and one of controls, of which the same sub-folder is held out, or a set of its own."""
+    (targets / "val").mkdir()
+    write_pair(targets / "val", "c.png", seed=7)
+    before = controls(tmp_path / "before", "a.png", "b.png")
+    controls(before / "val", "c.png")
+    one = DataSet(img_dir=targets, control_dir=before)
+    below = DataSet(img_dir=targets / "val", control_dir=before / "val")
+    samples = ["a.png before/a.png", "b.png before/b.png", "c.png val/c.png"]
+    assert of_sets(one, below) == samples
+    assert of_sets(one, beside=(below,)) == samples[:2]
+    assert of_sets(below, beside=(one,)) == samples[2:]
+    assert of_sets(one) == samples  # as one set
+
+
+def test_two_sets_may_take_a_sub_folder_of_controls(targets: Path, tmp_path: Path) -> None:
+    """One whose images lie in a folder of that name, and one whose controls these are alone."""
+    for folder in (targets / "val", tmp_path / "more"):
+        folder.mkdir()
+        write_pair(folder, "c.png", seed=len(folder.name))
+    before = controls(tmp_path / "before", "a.png", "b.png")
+    controls(before / "val", "c.png")
+    sets = (
+        DataSet(img_dir=targets, control_dir=before),
+        DataSet(img_dir=tmp_path / "more", control_dir=before / "val"),
+    )
+    assert of_sets(*sets)[2:] == ["c.png val/c.png", "c.png val/c.png"]
+
+
+def test_images_and_masks_may_lie_below_the_controls(tmp_path: Path) -> None:
+    root = controls(tmp_path / "root", "a.png")
+    (root / "out").mkdir()
+    write_pair(root / "out", "a.png", seed=3)
+    controls(root / "m", "a.png")
+    one = DataSet(img_dir=root / "out", control_dir=root, mask_dir=root / "m")
+    assert of_sets(one) == ["a.png root/a.png m/a.png"]

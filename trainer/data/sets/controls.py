@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from trainer.data.sets.listing import Listing, list_folder, problems_apart_from_names
-from trainer.data.sets.metadata_files import METADATA_NAME, Metadata, read_metadata
+from trainer.data.sets.metadata_files import METADATA_NAME, Metadata, one_form, read_metadata
 from trainer.errors import Problem
 
 if TYPE_CHECKING:
@@ -18,12 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Control images or masks by their image, and a problem for everything without a partner."""
+    """Control images or masks by their image, and a problem for every image without one."""
 
     found: Mapping[Path, tuple[Path, ...]]
     problems: tuple[Problem, ...]
     unusable: bool = False
     """Whether a control folder is bad as a whole, or nobody can tell which controls belong to which image."""
+    used: frozenset[Path] = frozenset()
+    """All controls or masks that have an image, also of images that cannot be used."""
+    strays: Mapping[Path, Problem] = field(default_factory=dict)
+    """Problems of the others, to be told where no set uses them."""
 
 
 def control_folders(control_dir: Path | Sequence[Path] | None) -> tuple[Path, ...]:
@@ -56,7 +61,21 @@ def read_set(
         samples = dataclasses.replace(listing, images=images)
     if one.mask_dir is None and (metadata.controls or not folders):  # else their partners go by the stem
         samples = dataclasses.replace(samples, problems=problems_apart_from_names(listing, names))
-    return samples, metadata, problems, _pair_controls(samples, metadata, folders, counts, beside=listing)
+    pairs = _pair_controls(samples, metadata, folders, counts, beside=listing, apart=apart)
+    return samples, metadata, problems, pairs
+
+
+def pair_masks(one: DataSet, listing: Listing, apart: Sequence[Path]) -> Pairs:
+    """The mask of every image in a set's `listing`."""
+    return pair_stems(listing, (one.mask_dir,) if one.mask_dir is not None else (), "mask", apart)
+
+
+def files_used(one: DataSet, apart: Sequence[Path], counts: tuple[int, int]) -> set[Path]:
+    """The images of a set, with the control images and masks that belong to one; nothing is told of them."""
+    if one.img_dir is None:
+        return set()
+    listing, _, _, pairs = read_set(one, one.img_dir, apart, counts)
+    return {*listing.images, *pairs.used, *pair_masks(one, listing, apart).used}
 
 
 def _named_controls(metadata: Metadata) -> set[str]:
@@ -65,7 +84,13 @@ def _named_controls(metadata: Metadata) -> set[str]:
 
 
 def _pair_controls(
-    listing: Listing, metadata: Metadata, folders: Sequence[Path], counts: tuple[int, int], *, beside: Listing
+    listing: Listing,
+    metadata: Metadata,
+    folders: Sequence[Path],
+    counts: tuple[int, int],
+    *,
+    beside: Listing,
+    apart: Sequence[Path],
 ) -> Pairs:
     """The control images of every image in `listing`; `counts` are the least and most that a sample has.
 
@@ -73,6 +98,7 @@ def _pair_controls(
     those lie in the first folder, or in `beside` where there is none.
     """
     problems: list[Problem] = []
+    found: Mapping[Path, tuple[Path, ...]]
     unusable = bool(metadata.controls) and len(folders) > 1
     if unusable:
         what = f"{METADATA_NAME} names the control images, and there are {len(folders)} folders of them"
@@ -80,13 +106,17 @@ def _pair_controls(
         problems.append(Problem(what=what, where=", ".join(map(str, listing.metadata)), remedy=remedy))
     if metadata.controls:
         home = list_folder(folders[0]) if folders else beside
-        found: Mapping[Path, tuple[Path, ...]] = _by_name(listing, metadata, home, problems)
+        found = _by_name(listing, metadata, home, problems)
         problems += problems_apart_from_names(home, _named_controls(metadata)) if folders else ()
-        unusable = unusable or home.unusable
+        pairs = Pairs(
+            found=found,
+            problems=tuple(problems),
+            unusable=unusable or home.unusable,
+            used=frozenset(path for paths in found.values() for path in paths),
+        )
     else:
-        pairs = pair_stems(listing, folders, "control image")
-        found, unusable = pairs.found, pairs.unusable
-        problems += pairs.problems
+        pairs = pair_stems(listing, folders, "control image", apart)
+    found, problems = pairs.found, [*pairs.problems]
     problems += its_own(found, "control", "name the image before the edit")
     known = {problem.where for problem in problems}
     least, most = counts
@@ -97,16 +127,21 @@ def _pair_controls(
             problems.append(Problem(what=f"{what} needs {least}", where=str(image), remedy=remedy))
         elif len(controls) > most and str(image) not in known:
             problems.append(Problem(what=f"{what} takes {most}", where=str(image), remedy="leave some out"))
-    return Pairs(found=found, problems=tuple(problems), unusable=unusable)
+    return dataclasses.replace(pairs, problems=tuple(problems))
 
 
-def pair_stems(listing: Listing, folders: Sequence[Path], noun: str) -> Pairs:
-    """Files of equal stem in other folders, one in each, by image, whose own folder may lie in these."""
-    listings = [list_folder(folder, apart=(listing.folder,)) for folder in folders]
+def pair_stems(listing: Listing, folders: Sequence[Path], noun: str, apart: Sequence[Path]) -> Pairs:
+    """Files of equal stem in other folders, one in each, by image, whose own folder may lie in these, and so
+    may those in `apart`.
+    """
+    listings = [
+        list_folder(folder, apart=(listing.folder, *_of_others(listing, folder, apart))) for folder in folders
+    ]
     problems = [problem for others in listings for problem in others.problems]
     found: dict[Path, tuple[Path, ...]] = {image: () for image in listing.images}
     # also of images that cannot be used: their partners are no second mistake
     stems = {listing.stem(listing.folder / name) for name in listing.names}
+    used, strays = set[Path](), dict[Path, Problem]()
     for others in listings:
         by_stem = {others.stem(path): path for path in others.images}
         for image in listing.images:
@@ -117,10 +152,30 @@ def pair_stems(listing: Listing, folders: Sequence[Path], noun: str) -> Pairs:
                 what = f"no {noun} {listing.stem(image)}.* in {others.folder}"
                 problems.append(Problem(what=what, where=str(image), remedy="add it, or remove this image"))
         for stem, other in by_stem.items():
-            if stem not in stems:
+            if stem in stems:
+                used.add(other)
+            else:
                 what, remedy = f"a {noun} without an image of the same stem", "add the image, or remove this"
-                problems.append(Problem(what=what, where=str(other), remedy=remedy))
-    return Pairs(found=found, problems=tuple(problems), unusable=any(others.unusable for others in listings))
+                strays[other] = Problem(what=what, where=str(other), remedy=remedy)
+    return Pairs(
+        found=found,
+        problems=tuple(problems),
+        unusable=any(others.unusable for others in listings),
+        used=frozenset(used),
+        strays=strays,
+    )
+
+
+def _of_others(listing: Listing, folder: Path, apart: Sequence[Path]) -> Iterator[Path]:
+    """The folders in `apart` below a folder of controls or masks, but not those in whose place the listing
+    has images: their partners lie there.
+    """
+    root = Path(os.path.realpath(folder))
+    places = {str(place) for image in listing.images for place in PurePosixPath(listing.key(image)).parents}
+    for path in apart:
+        real = Path(os.path.realpath(path))
+        if real.is_relative_to(root) and one_form(real.relative_to(root).as_posix()) not in places:
+            yield path
 
 
 def its_own(found: Mapping[Path, Sequence[Path]], noun: str, remedy: str) -> Iterator[Problem]:

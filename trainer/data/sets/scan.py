@@ -19,7 +19,7 @@ from trainer.data.pictures.images import Measured
 from trainer.data.pictures.opened import control_of, open_all
 from trainer.data.records import ImageRecord, LeftOut, Mask, Scan
 from trainer.data.sets import notices
-from trainer.data.sets.controls import its_own, pair_stems, read_set, set_folders
+from trainer.data.sets.controls import files_used, its_own, pair_masks, read_set, set_folders
 from trainer.data.sets.listing import Listing
 from trainer.data.sets.metadata_files import METADATA_NAMES, Metadata, one_form
 from trainer.errors import DataError, Problem
@@ -53,6 +53,10 @@ class Found:
     """Whether a folder is bad as a whole, which skipping files cannot mend."""
     files: list[Path] = field(default_factory=list)
     """The images with their control images and masks."""
+    used: set[Path] = field(default_factory=set)
+    """These files, and the control images and masks of images that cannot be used."""
+    strays: dict[Path, Problem] = field(default_factory=dict)
+    """Control images and masks that one set has no image of, with what is told of those that none uses."""
     spoils: defaultdict[str, list[str]] = field(default_factory=functools.partial(defaultdict, list))
     """Places of problems -> images that cannot be used because of them."""
     good: Mapping[Path, Measured] = field(default_factory=dict)
@@ -103,6 +107,11 @@ def find_images(
     apart = [folder for one in (*sets, *beside) for folder in set_folders(one)]
     for set_index, one in enumerate(sets):
         _list_set(set_index, one, controls, found, apart)
+    if found.strays:
+        found.used.update(*(files_used(one, apart, controls) for one in beside))
+        used = {os.path.realpath(path) for path in found.used}
+        strays = {os.path.realpath(path): problem for path, problem in found.strays.items()}
+        found.problems += [problem for path, problem in strays.items() if path not in used]
     return found
 
 
@@ -135,13 +144,15 @@ def _list_set(
     """The images of one set with captions, control images and masks; not those in folders of others."""
     assert one.img_dir is not None, "the configuration was checked"
     listing, metadata, metadata_problems, pairs = read_set(one, one.img_dir, apart, counts)
-    masks = pair_stems(listing, (one.mask_dir,) if one.mask_dir is not None else (), "mask")
+    masks = pair_masks(one, listing, apart)
     own_masks = its_own(masks.found, "mask", "name a folder of masks in data.sets.mask_dir")
     sidecars = {listing.stem(path): path for path in listing.captions}
     captions, caption_problems = _captions(listing, metadata, sidecars)
     problems = [*listing.problems, *metadata_problems, *caption_problems, *pairs.problems]
     problems += [*masks.problems, *own_masks]
     found.problems += {(problem.what, problem.where): problem for problem in problems}.values()
+    found.used.update(listing.images, pairs.used, masks.used)
+    found.strays.update({**pairs.strays, **masks.strays})
     found.fatal = found.fatal or listing.unusable or pairs.unusable or masks.unusable
     by_stem: defaultdict[str, list[str]] = defaultdict(list)
     for image in listing.images:
