@@ -101,3 +101,15 @@ def test_templates_are_named_or_files(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_template_that_no_file_can_be_called_is_told() -> None:
     with pytest.raises(ConfigError, match=r"cannot be read .* null byte"):
         chat_templates.text_of("a\0b")
+
+
+def test_a_name_with_a_null_byte_is_a_name_like_others(tmp_path: Path) -> None:
+    """No path is made of it: a list of data sets is JSON, whose keys may have any character."""
+    one = r'dataset_info: info.json, name: "a\0b"'
+    sets = f"data: {{sets: [{{{one}}}, {{dataset_info: info.json, name: b}}]}}\n"
+    file = tmp_path / "c.yaml"
+    file.write_text(f"family: llama\nmethod: lora\n{sets}output_dir: out\n")
+    assert len(Layers([file]).load().config.data.sets) == 2
+    file.write_text(file.read_text() + f"validation: {{{one}}}\n")
+    with pytest.raises(ConfigError, match="is a training set"):
+        Layers([file]).load()

@@ -12,28 +12,28 @@ from trainer.config.schema import DataSet, RunConfig, ValidationSection
 
 _MOST_VIEWS_TOGETHER = 64
 _EXAMPLES = {"dataset_info": "FILE", "name": "NAME"}
-_KINDS = ("img_dir", "chat_file", "dataset_info")
+KINDS = ("img_dir", "chat_file", "dataset_info")
 """Keys of a set of which one says where its samples are."""
 
 
-def _training_sets(config: RunConfig) -> Iterator[tuple[str, Path]]:
-    """Key and path of the samples of each set; of a set in a list of sets the list's and its name."""
+def _training_sets(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
+    """Key and path of the samples of each set, and of a set in a list of sets its name there."""
     for index, one in enumerate(config.data.sets):
-        kind = next((key for key in _KINDS if vars(one)[key] is not None), None)
+        kind = next((key for key in KINDS if vars(one)[key] is not None), None)
         if kind is not None:
-            yield f"data.sets.{index}.{kind}", vars(one)[kind] / (one.name or "")
+            yield f"data.sets.{index}.{kind}", vars(one)[kind], one.name or ""
 
 
 def _sets_of_nothing(context: Context) -> Iterator[Clash]:
     for index, one in enumerate(context.config.data.sets):
-        if all(vars(one)[key] is None for key in _KINDS):
+        if all(vars(one)[key] is None for key in KINDS):
             written = (name for name in context.sources if name.startswith(f"data.sets.{index}."))
             yield {"index": str(index), "where": context.blame(*written, "data.sets")}
 
 
 def _sets_of_two_kinds(context: Context) -> Iterator[Clash]:
     for index, one in enumerate(context.config.data.sets):
-        written = [key for key in _KINDS if vars(one)[key] is not None]
+        written = [key for key in KINDS if vars(one)[key] is not None]
         for other in written[1:]:
             key = f"data.sets.{index}.{other}"
             yield {"index": str(index), "key": key, "first": written[0], "other": other}
@@ -74,43 +74,50 @@ def _bad_columns(context: Context) -> Iterator[Clash]:
 
 
 def _same_set_twice(context: Context) -> Iterator[Clash]:
-    seen: dict[str, str] = {}
-    for key, path in _training_sets(context.config):
-        first = seen.setdefault(os.path.realpath(path), key)
+    seen: dict[tuple[str, str], str] = {}
+    for key, path, name in _training_sets(context.config):
+        first = seen.setdefault((os.path.realpath(path), name), key)
         if first != key:
             sets = [context.config.data.sets[int(one.split(".")[2])] for one in (first, key)]
             remedy = "remove it, and write `repeats: 2` in the other"
             if sets[0].columns != sets[1].columns:
                 remedy = "name a copy of the file: one file has one layout"
-            yield {"key": key, "path": str(path), "first": context.source(first), "remedy": remedy}
+            yield {"key": key, "path": str(path / name), "first": context.source(first), "remedy": remedy}
 
 
-def _held_out(validation: ValidationSection) -> tuple[str, Path | None]:
-    """Key and path of the samples for the validation loss."""
-    kind = next((key for key in _KINDS if vars(validation)[key] is not None), "img_dir")
-    path = vars(validation)[kind]
-    return f"validation.{kind}", path / (validation.name or "") if kind == "dataset_info" else path
+def _held_out(validation: ValidationSection) -> tuple[str, Path | None, str]:
+    """Key and path of the samples for the validation loss, and of a set in a list of sets its name there."""
+    kind = next((key for key in KINDS if vars(validation)[key] is not None), "img_dir")
+    name = validation.name or "" if kind == "dataset_info" else ""
+    return f"validation.{kind}", vars(validation)[kind], name
 
 
 def _held_out_twice(context: Context) -> Iterator[Clash]:
-    first, *others = [key for key in _KINDS if vars(context.config.validation)[key] is not None] or [""]
+    first, *others = [key for key in KINDS if vars(context.config.validation)[key] is not None] or [""]
     for other in others:
         yield {"key": f"validation.{other}", "first": f"validation.{first}"}
 
 
 def _held_out_two_ways(context: Context) -> Iterator[Clash]:
-    key, path = _held_out(context.config.validation)
+    key, path, _ = _held_out(context.config.validation)
     if path is not None and context.config.validation.held_out:
         yield {"key": key}
 
 
 def _held_out_trained(context: Context) -> Iterator[Clash]:
-    key, held_out = _held_out(context.config.validation)
-    for trained, path in _training_sets(context.config):
-        if held_out is not None and os.path.realpath(held_out) == os.path.realpath(path):
+    key, held_out, entry = _held_out(context.config.validation)
+    for trained, path, name in _training_sets(context.config):
+        if held_out is None or entry != name:
+            continue
+        if os.path.realpath(held_out) == os.path.realpath(path):
             chats = not trained.endswith("img_dir")
             others = "file of other conversations" if chats else "folder of other images"
-            yield {"key": key, "path": str(held_out), "trained": context.source(trained), "others": others}
+            yield {
+                "key": key,
+                "path": str(held_out / entry),
+                "trained": context.source(trained),
+                "others": others,
+            }
 
 
 def _many_views(context: Context) -> Iterator[Clash]:
