@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,22 @@ def test_pictures_that_a_file_holds_out_are_told_beside_another_data_set(tmp_pat
     assert f"is that of /held (validation.img_dir, {tmp_path}/1.yaml:1)" in note
     for override in ("validation.img_dir=/mine", "validation.img_dir=null"):
         assert loaded(tmp_path, written, dataset=Path("/d"), overrides=[override]).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("chat_file", ""), ("chat_file", ", columns: {messages: chat}"), ("dataset_info", ", name: mine")],
+)
+def test_conversations_that_a_file_holds_out_are_told_so_too(tmp_path: Path, kind: str, more: str) -> None:
+    written = f"validation: {{{kind}: /held.json{more}}}\n"
+    assert loaded(tmp_path, written).notes == ()
+    (note,) = loaded(tmp_path, written, dataset=Path("/d.jsonl")).notes
+    assert f"is that of /held.json (validation.{kind}, {tmp_path}/1.yaml:1)" in note
+    overrides = re.findall(r"--set (\S+)", note)
+    done = loaded(tmp_path, written, dataset=Path("/d.jsonl"), overrides=overrides)
+    assert (
+        done.notes == () and done.config.validation.held_out == 4 and not done.config.validation.names_samples
+    )
 
 
 def test_dataset_and_output_cover_everything(tmp_path: Path) -> None:

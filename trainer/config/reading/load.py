@@ -13,6 +13,7 @@ from trainer.config import elsewhere, environment, fields
 from trainer.config.hosts import ONE, Hosts
 from trainer.config.judging.rule import Context, check
 from trainer.config.judging.rules import RULES, unused_keys
+from trainer.config.judging.set_rules import KINDS
 from trainer.config.reading import layers, presets
 from trainer.config.reading.layers import Layer
 from trainer.config.reading.paths import taken_from
@@ -122,7 +123,7 @@ def from_layers(
     notes += shortened
     notes += _replaced_length(_trees([*files, *chosen, *single]), config, sources)
     if others_pictures:
-        notes += _others_pictures(config, sources["validation.img_dir"])
+        notes += _others_pictures(config, sources)
     return Loaded(config=config, sources=sources, notes=tuple(notes), warnings=warnings)
 
 
@@ -150,15 +151,22 @@ def _replaced_length(trees: Sequence[Node], config: RunConfig, sources: Mapping[
             yield f"{name} ({sources[name]}) takes the place of {replaced}: {node.value} ({node.source})"
 
 
-def _others_pictures(config: RunConfig, source: str) -> list[str]:
-    """A note of the held-out pictures and prompts that --dataset leaves of a file for other pictures."""
-    folder = config.validation.img_dir
-    if folder is None or source.startswith("--set"):
+def _others_pictures(config: RunConfig, sources: Mapping[str, str]) -> list[str]:
+    """A note of the held-out samples and prompts that --dataset leaves of a file for other data."""
+    validation = config.validation
+    kind = next((key for key in KINDS if vars(validation)[key] is not None), None)
+    if kind is None or (source := sources[f"validation.{kind}"]).startswith("--set"):
         return []
+    none = " ".join(
+        f"--set validation.{key}=null"
+        for key in (kind, "name", "columns", "control_dir")
+        if vars(validation)[key] is not None
+    )
+    verb = "draw" if kind == "img_dir" else "answer"
     return [
         "--dataset replaces data.sets alone: the held-out loss, which also chooses best/, is that of"
-        f" {folder} (validation.img_dir, {source}); --set validation.img_dir=null --set validation.held_out=4"
-        " takes some of your own, and validation.prompts are what previews draw"
+        f" {vars(validation)[kind]} (validation.{kind}, {source}); {none} --set validation.held_out=4"
+        f" takes some of your own, and validation.prompts are what previews {verb}"
     ]
 
 
