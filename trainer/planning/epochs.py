@@ -19,6 +19,7 @@ from trainer.config.reading.load import Loaded
 from trainer.config.schema import DataSet, RunConfig, changed
 from trainer.data.conversations.dataset_info import read_entry
 from trainer.data.conversations.files import read_rows
+from trainer.data.conversations.formats import layout_of_columns
 from trainer.data.sets.held_out import held_out_sets
 from trainer.errors import TrainerError
 from trainer.planning.shapes.set_look import cut, samples
@@ -139,11 +140,12 @@ def _conversations(config: RunConfig) -> Counted | None:
 def _row_sizes(one: DataSet) -> list[int] | None:
     """Bytes of each conversation of a set; None for a file that is too large, or of another kind."""
     path: Path | None = one.chat_file
+    layout = layout_of_columns(one.columns.named) if one.columns is not None else None
     if one.dataset_info is not None and one.name is not None:
-        path, _ = read_entry(one.dataset_info, one.name)
+        path, layout = read_entry(one.dataset_info, one.name)
     if path is None or path.stat().st_size > _MOST_BYTES:
         return None
-    contents = (content for _, _, content in read_rows(path))
+    contents = (content for _, _, content in read_rows(path, layout))
     # a table may hold values that JSON has not, such as times
     return [len(one) if isinstance(one, bytes) else len(_text(one).encode()) for one in contents]
 

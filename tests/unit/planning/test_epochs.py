@@ -155,3 +155,21 @@ def test_conversations_are_counted_about(config: Config, geometry: Geometry, tmp
     listed.write_text(json.dumps({"d": entry}))
     named = with_sets(asked, DataSet(chat_file=file), DataSet(dataset_info=listed, name="d", repeats=2))
     assert count(named) == count(asked) is not None
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_conversations_of_a_table_with_other_names_are_counted(
+    listed: bool, config: Config, tmp_path: Path
+) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"question": "x" * 390, "answer": "y", "picture": "z" * 9000}] * 5
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    columns = {"prompt": "question", "response": "answer"}
+    written: dict[str, object] = {"chat_file": tmp_path / "a.parquet", "columns": columns}
+    if listed:
+        info = tmp_path / "dataset_info.json"
+        info.write_text(json.dumps({"d": {"file_name": "a.parquet", "columns": columns}}))
+        written = {"dataset_info": info, "name": "d"}
+    found = count(with_sets(config(), DataSet.model_validate(written)))
+    assert found is not None and found.samples == 5
+    assert 400 < found.tokens * 4 / 5 < 450
