@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from trainer import families
@@ -91,17 +92,24 @@ _OF_SAMPLES = (
     "validation.control_",
 )  # fmt: skip
 _REMEDY = "check its name, and in a container that the folder is mounted and readable for its user"
+_FOLDERS = ("img_dir", "control_dir", "mask_dir")
+_ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".7z", ".rar")
 
 
 def absent(loaded: Loaded) -> list[Problem]:
-    """Every folder and file of samples that is not there, by the key that names it, and every entry of a
-    dataset_info.json that cannot be read.
+    """Every folder and file of samples that is not there, or is the other of the two, by the key that names
+    it, and every entry of a dataset_info.json that cannot be read.
     """
     named = [(key, path) for key, path in paths_of(loaded.config) if key.startswith(_OF_SAMPLES)]
     missing = [
         Problem(what=f"`{key}`: {path} does not exist", where=loaded.sources.get(key, ""), remedy=_REMEDY)
         for key, path in named
         if not os.path.exists(path)  # noqa: PTH110
+    ]
+    missing += [
+        Problem(what=f"`{key}`: {path} {what}", where=loaded.sources.get(key, ""), remedy=remedy)
+        for key, path in named
+        for what, remedy in _of_another_kind(key.rpartition(".")[2], path)
     ]
     data, validation = loaded.config.data, loaded.config.validation
     lists = [(one.dataset_info, one.name) for one in data.sets]
@@ -112,6 +120,17 @@ def absent(loaded: Loaded) -> list[Problem]:
             except DataError as error:
                 missing += error.problems
     return missing
+
+
+def _of_another_kind(key: str, path: Path) -> Iterator[tuple[str, str]]:
+    """Words on a file in the place of a folder, or a folder in that of a file, and what to do."""
+    if key in _FOLDERS and os.path.isfile(path):  # noqa: PTH113
+        remedy = "name a folder of pictures; conversations are read from .jsonl, .json and .parquet files"
+        if path.name.lower().endswith(_ARCHIVES):
+            remedy = "unpack it, and name the folder"
+        yield "is a file, not a folder", remedy
+    elif key == "chat_file" and os.path.isdir(path):  # noqa: PTH112
+        yield "is a folder, not a file", "name a file in it; each file is a set of its own"
 
 
 def require_present(loaded: Loaded) -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import main
+from trainer.cli.options import Layers
 from trainer.modeling.base.tokenizer_files import fitting_templates, lacks_template, split_marks
+from trainer.planning.data_rows import absent
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +63,36 @@ def test_a_plan_warns_of_samples_that_are_not_there(
     assert main(["plan", str(file), "--json"]) == 0
     warnings = " ".join(json.loads(capsys.readouterr().out)["warnings"])
     assert f"{file}:6: `data.sets.0.chat_file`: {tmp_path / 'none.jsonl'} does not exist" in warnings
+
+
+@pytest.mark.parametrize("name", ["README.md", "set.zip", "table.csv"])
+def test_a_file_in_place_of_a_folder_is_told_by_a_plan(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(b"")
+    file = tmp_path / "c.yaml"
+    file.write_text(f"family: flux1_dev\ntrain: {{max_train_steps: 1}}\noutput_dir: {tmp_path / 'run'}\n")
+    assert main(["plan", str(file), "--dataset", str(tmp_path / name), "--json"]) == 0
+    warnings = " ".join(json.loads(capsys.readouterr().out)["warnings"])
+    assert f"--dataset: `data.sets.0.img_dir`: {tmp_path / name} is a file, not a folder" in warnings
+    assert ("unpack it" in warnings) is (name == "set.zip")
+
+
+@pytest.mark.parametrize("key", ["img_dir", "control_dir", "mask_dir", "chat_file"])
+def test_samples_of_another_kind_are_told_with_their_line(key: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "folder").mkdir()
+    path, words = tmp_path / "file", "is a file, not a folder"
+    more = f"{{img_dir: {tmp_path / 'folder'}, {key}: {path}}}"
+    if key == "chat_file":
+        path, words = tmp_path / "folder", "is a folder, not a file"
+    if key in ("img_dir", "chat_file"):
+        more = f"{{{key}: {path}}}"
+    file = tmp_path / "c.yaml"
+    family = "llama" if key == "chat_file" else "flux1_kontext"
+    file.write_text(f"family: {family}\noutput_dir: out\ndata:\n  sets:\n    - {more}\n")
+    (problem,) = absent(Layers([file]).load())
+    assert (problem.where, problem.what) == (f"{file}:5", f"`data.sets.0.{key}`: {path} {words}")
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
