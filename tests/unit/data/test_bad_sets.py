@@ -202,6 +202,9 @@ CASES: dict[str, Bad] = {
     "unknown file": bad(
         stray("weights.bin"), ("weights.bin", "neither an image nor a caption", "move it away")
     ),
+    "kohya's captions": bad(
+        stray("cat.caption"), ("cat.caption", ".caption files are not read", "rename it to cat.txt")
+    ),
     "two images of one stem": bad(
         lambda folder: write_pair(folder, "good.jpg"),
         ("good.png", "a second image with the stem of good.jpg", "rename one"),

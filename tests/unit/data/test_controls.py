@@ -146,6 +146,14 @@ def test_bad_names_are_told_with_their_line(value: object, words: str, tmp_path:
     assert any(words in one and f"{path}:1" in one for one in problems)
 
 
+def test_a_null_names_no_control(tmp_path: Path) -> None:
+    folder = controls(tmp_path / "set", "a.png", "b.png")
+    home = controls(tmp_path / "before", "x.png")
+    write_rows(folder, [{**ROWS[0]}, {"file_name": "b.png", "text": "two", "control_file_name": None}])
+    found = scan(DataSet(img_dir=folder, control_dir=home), (0, 1))
+    assert [names(record) for record in found] == [["before/x.png"], []]
+
+
 def test_controls_of_the_targets_size_are_cut_as_it_is(targets: Path, tmp_path: Path) -> None:
     same = controls(tmp_path / "same", "a.png", "b.png")
     other = controls(tmp_path / "other", "a.png", "b.png", width=60)

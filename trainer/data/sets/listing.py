@@ -190,6 +190,9 @@ def _leftovers(paths: Iterable[Path]) -> Iterator[Problem]:
                 f"{suffix} files are not read; {FORMATS_TEXT}",
                 "convert it to png, or move it away",
             )
+        elif suffix == ".caption":
+            what = ".caption files are not read"
+            remedy = f"rename it to {path.with_suffix('.txt').name}, or move it away"
         elif suffix == ".txt":
             what = "a caption without an image of the same name"
             remedy = "rename it like its image, or move it away"

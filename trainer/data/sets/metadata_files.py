@@ -85,8 +85,8 @@ def read_metadata(paths: Sequence[Path], folder: Path) -> tuple[Metadata, list[P
                     raise TextError(what, "keep one of the lines")
                 named[name] = where
                 rows[name] = _text(row, path.name)
-                if "control_file_name" in row:
-                    before = row["control_file_name"]
+                # a null is no name, as a blank cell of a table is none
+                if (before := row.get("control_file_name")) is not None:
                     if before == []:
                         what = "`control_file_name` is an empty list"
                         raise TextError(what, "name an image, or leave the key out")
