@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from trainer.data.caption_text import TextError, encodable
 from trainer.data.conversations.dataset_info import read_entry
-from trainer.data.conversations.files import Row, parse, read_rows
+from trainer.data.conversations.files import Row, parse, read_rows, table_columns
 from trainer.data.conversations.formats import (
     Layout,
     Messages,
@@ -122,8 +122,9 @@ def _never_there(file: _File) -> list[Problem]:
     """One problem for each key that the configuration names and no record of the file has."""
     if file.layout is None or not file.given:
         return []
-    remedy = f"correct the name; records have {', '.join(sorted(file.seen)) or 'no keys'}"
     names = [key for key in file.layout.keys if key not in file.seen]
+    there = sorted({*file.seen, *(table_columns(file.path) if names else ())})
+    remedy = f"correct the name; records have {', '.join(there) or 'no keys'}"
     return [Problem(what=f"no record has `{key}`", where=str(file.path), remedy=remedy) for key in names]
 
 

@@ -132,6 +132,7 @@ def test_columns_of_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert problem.remedy == "it has id, question, answer: name those that are meant in `columns`"
     (problem, *_) = told({**one, "columns": {"prompt": "question", "response": "reply"}})
     assert problem.what == "no record has `reply`"
+    assert problem.remedy == "correct the name; records have answer, id, question"
 
 
 # dataset_info.json
@@ -243,6 +244,11 @@ BAD_ENTRIES: dict[str, tuple[object, str, str]] = {
     "NUL": ({"file_name": "a\0.json"}, "leads out of the folder", "into that folder"),
     "no object": ("a.json", "the entry is not a JSON object", '{"file_name"'),
     "openai": ({"file_name": "a.json", "formatting": "openai"}, "formatting 'openai' is not read", "`tags`"),
+    "a list of formats": (
+        {"file_name": "a.json", "formatting": ["sharegpt"]},
+        "formatting ['sharegpt'] is not read",
+        "write alpaca, or sharegpt",
+    ),
     "ranking": ({"file_name": "a.json", "ranking": True}, "`ranking` is not read", "remove it"),
     "samples": ({"file_name": "a.json", "num_samples": 10}, "`num_samples` is not read", "make a file"),
     "typo": ({"file_name": "a.json", "colums": {}}, "unknown key `colums`", "did you mean `columns`?"),

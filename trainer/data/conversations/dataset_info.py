@@ -57,7 +57,7 @@ def read_entry(path: Path, name: str) -> tuple[Path, Layout]:
     try:
         _refuse_unread(entry)
         formatting = entry.get("formatting") or "alpaca"
-        if formatting not in _COLUMNS:
+        if not isinstance(formatting, str) or formatting not in _COLUMNS:
             remedy = "write alpaca, or sharegpt, with `tags` for other names of keys and roles"
             raise TextError(f"formatting {formatting!r} is not read", remedy)
         columns = _map(entry, "columns", _COLUMNS[formatting]) or _USUAL[formatting]

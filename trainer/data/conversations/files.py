@@ -44,6 +44,15 @@ def read_rows(file: Path, layout: Layout | None = None) -> list[Row]:
     return _nonempty(file, _READERS[kind](file))
 
 
+def table_columns(file: Path) -> Sequence[str]:
+    """Names of all columns of a table that was read; none of another file."""
+    if file.suffix.lower() != ".parquet":
+        return ()
+    parquet: Any = importlib.import_module("pyarrow.parquet")
+    names: Sequence[str] = parquet.read_schema(file).names
+    return names
+
+
 def _nonempty(file: Path, rows: Sequence[Row]) -> list[Row]:
     rows = [row for row in rows if row[2] is not None]
     if not rows:
