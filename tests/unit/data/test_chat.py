@@ -150,6 +150,11 @@ BAD_ROWS: dict[str, tuple[object, str, str]] = {
         "the first message is the assistant's",
         "begin",
     ),
+    "the system, and the assistant": (
+        messages({"role": "system", "content": "Be kind."}, ANSWERED),
+        "the first message after the system's is the assistant's",
+        "begin",
+    ),
     "half a character": (messages({"role": "user", "content": "\ud800"}, ANSWERED), "surrogate", "itself"),
 }
 

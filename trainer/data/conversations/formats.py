@@ -184,8 +184,9 @@ def _listed(record: Mapping[str, Any], layout: Layout) -> Messages:
     tags = next((one for one in layout.tags if first.get(one.role) is not None), layout.tags[0])
     messages = [_message(number, one, tags, layout.shape) for number, one in enumerate(listed, start=1)]
     roles = [message["role"] for message in messages]
-    if roles[0] == "assistant":
-        what = "the first message is the assistant's, and nothing is asked before it"
+    if next((role for role in roles if role != "system"), "") == "assistant":
+        place = "" if roles[0] == "assistant" else " after the system's"
+        what = f"the first message{place} is the assistant's, and nothing is asked before it"
         raise TextError(what, "remove it, or begin with a message of the user")
     if "assistant" not in roles:
         raise TextError("no message is the assistant's: there is nothing to learn", "add its answer")
