@@ -172,7 +172,7 @@ def _prompted(asked: _Asked, pictures: list[Picture]) -> list[Picture]:
                 raise DataError(f"cannot be read ({error})", where=str(one.path), remedy=remedy) from error
     else:
         try:
-            lines = asked.prompts.read_text(encoding="utf-8").splitlines()
+            lines = asked.prompts.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"cannot be read ({error})", where=str(asked.prompts)) from error
         prompts = [line.strip() for line in lines if line.strip()]

@@ -10,9 +10,10 @@ from PIL.PngImagePlugin import PngInfo
 
 from tests.scoring_models import write_dinov2
 from tests.unit.data.pictures import bomb, picture, write_pair
-from trainer.cli import main
+from trainer.cli import main, score
 from trainer.cli.options import Layers
 from trainer.config.writing.dump import dump
+from trainer.engine.scoring.score import Picture
 from trainer.telemetry.run_folder import process
 
 TEXT = """\
@@ -85,6 +86,23 @@ def test_a_png_that_pillow_refuses_is_told_with_its_name(
     assert main(["score", "--pictures", str(tmp_path), "--clip", "x", "--data", str(tmp_path)]) == 65
     said = capsys.readouterr().err
     assert "cannot be read" in said and str(tmp_path / "a.png") in said
+
+
+def test_a_mark_of_byte_order_is_no_part_of_the_first_prompt(tmp_path: Path) -> None:
+    path = write_pair(tmp_path, "a.png")
+    (tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbfa cat\n")
+    asked = score._Asked(
+        run=None,
+        pictures=tmp_path,
+        prompts=tmp_path / "prompts.txt",
+        data=(),
+        clip=None,
+        dinov2=None,
+        metrics=(),
+        threshold=None,
+    )
+    (one,) = score._prompted(asked, [Picture(path=path, name="a.png")])
+    assert one.prompt == "a cat"
 
 
 @pytest.mark.parametrize(("names", "said"), [(("2", "10"), "10 comes before 2"), (("02", "10"), "no metric")])
