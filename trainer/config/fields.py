@@ -120,6 +120,10 @@ def suggest_key(path: KeyPath) -> str:
 def option_meant(word: str) -> str:
     """Remedy for an option of another trainer's command line: the key that it is; empty where it is none."""
     word = word.lower().replace("-", "_")
+    if word in ("img_dir", "chat_file"):
+        return f"pass --dataset PATH, or write `{word}` in a set of data.sets, in the file"
+    if word in DataSet.model_fields and word != "name":  # mostly another trainer's for the run's
+        return f"write `{word}` in a set of data.sets, in the file"
     row = elsewhere.key(word)
     ours = next((name for name in dotted_keys() if word in (name, name.rpartition(".")[2])), "")
     if row is not None and not row.ours:
