@@ -173,7 +173,7 @@ class TrainSection(Section):
     num_train_epochs: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     """Length of the run in epochs, in place of `max_train_steps`: an epoch holds every sample `repeats`
     times. The plan and the run tell how many steps these are."""
-    train_batch_size: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    train_batch_size: Annotated[int, Field(ge=1, le=4096)] = 1
     """The most images in one forward pass; those of a step that differ in shape take turns."""
     gradient_accumulation_steps: Positive = 1
     """An optimizer step learns from this many times train_batch_size images, drawn before they are parted."""

@@ -274,7 +274,7 @@ VALUES: dict[str, Bad] = {
         ("c.yaml:9", 'whole number of at least 0 and below 4294967296, got "true"', "0"),
     ),
     "a batch beyond all memory": added(
-        "train:\n  train_batch_size: 1000000000000\n", ("c.yaml:9", "at most 1000000", "leave it out for 1")
+        "train:\n  train_batch_size: 1000000\n", ("c.yaml:9", "at most 4096", "leave it out for 1")
     ),
     "fraction of a step": added("train:\n  max_train_steps: 1.5\n", ("c.yaml:9", 'got "1.5"', "1500")),
     "no value": added("train:\n  learning_rate:\n", ("c.yaml:9", "got nothing", "write for example 1e-4")),
