@@ -132,9 +132,14 @@ def without(node: Node, path: KeyPath) -> Node:
     return Node(value=kept, source=node.source, whole=node.whole)
 
 
-def leaves(node: Node, path: KeyPath = ()) -> dict[str, str]:
-    """Dotted key -> source, for every scalar and every list in the tree."""
-    found = {} if isinstance(node.value, dict) else {".".join(path): node.source}
+def walk(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
+    """Path and node of every scalar and every list in the tree; what a list holds comes after it."""
+    if not isinstance(node.value, dict):
+        yield path, node
     for key, child in _children(node):
-        found |= leaves(child, (*path, key))
-    return found
+        yield from walk(child, (*path, key))
+
+
+def leaves(node: Node) -> dict[str, str]:
+    """Dotted key -> source, for every scalar and every list in the tree."""
+    return {".".join(path): leaf.source for path, leaf in walk(node)}

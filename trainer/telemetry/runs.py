@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.config.reading import strict_yaml
 from trainer.config.reading.paths import differences
-from trainer.config.tree import leaves
+from trainer.config.tree import walk
 from trainer.errors import ConfigError, DataError, ExitCode
 from trainer.files import atomic
 from trainer.telemetry import control
@@ -235,10 +235,10 @@ def _config(folder: Path) -> dict[str, str]:
     if tree is None or problems:
         raise DataError(problems or "the file is empty", where=str(path))
     config: dict[str, str] = {}
-    for key in leaves(tree):
-        node = tree.get(tuple(key.split(".")))
-        if node is not None and not isinstance(node.value, dict | list):
-            config[key] = "null" if node.value is None else str(node.value)
+    # names of layers hold dots: a key cannot be parted again
+    for key, node in walk(tree):
+        if not isinstance(node.value, dict | list):
+            config[".".join(key)] = "null" if node.value is None else str(node.value)
     return config
 
 

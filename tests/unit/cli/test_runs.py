@@ -108,6 +108,17 @@ def test_compare_shows_what_differs(folder: Path, capsys: pytest.CaptureFixture[
     assert not {"train.max_train_steps", "data.sets.0.img_dir", "output_dir"} & rows.keys()
 
 
+def test_compare_shows_ranks_of_layers_whose_names_hold_dots(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run, rank in (("runs/one", 8), ("runs/more/two", 4)):
+        path, pattern = Path(run, "config.resolved.yaml"), f"  rank_pattern: {{blocks.0.to_q: {rank}}}\n"
+        path.write_text(path.read_text().replace("lora:\n", f"lora:\n{pattern}"))
+    assert main(["runs", "compare", "runs/one", "runs/more/two", "--csv"]) == 0
+    rows = {row[0]: row[1:] for row in csv.reader(io.StringIO(capsys.readouterr().out))}
+    assert rows["lora.rank_pattern.blocks.0.to_q"] == ["8", "4"]
+
+
 def test_runs_of_one_name_are_told_apart(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a_run(Path("other/one"), rank=8, losses=(1.0,))
     assert main(["runs", "compare", "runs/one", "other/one", "--csv"]) == 0
