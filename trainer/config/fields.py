@@ -35,14 +35,16 @@ def section_of(annotation: object) -> type[BaseModel] | None:
 
 
 def field_at(path: KeyPath) -> FieldInfo | None:
-    """The schema's field at `path`; list positions lead to what the list holds. None if there is none."""
+    """The schema's field at `path`; positions of a list and keys of a mapping lead to what it holds. None if
+    there is none.
+    """
     section: type[BaseModel] | None = RunConfig
     field: FieldInfo | None = None
     for key in path:
         if section is not None:
             field = section.model_fields.get(key)
         elif field is not None:
-            item = _list_item(field.annotation) if key.isdecimal() else None
+            item = _item(field.annotation, key)
             field = None if item is None else FieldInfo.from_annotation(item)
         if field is None:
             return None
@@ -83,6 +85,11 @@ def choices(path: KeyPath) -> list[str]:
     return [str(word) for option in literals for word in get_args(option)]
 
 
+def joined(word: str) -> str:
+    """The dotted key that `word` is with `_` for its dot, such as `train_seed`; empty where it is none."""
+    return next((name for name in dotted_keys() if "." in name and word == name.replace(".", "_")), "")
+
+
 def suggest_key(path: KeyPath) -> str:
     """Remedy for an unknown key: what may have been meant, else what exists beside it."""
     key, field = path[-1].lower().replace("-", "_"), field_at(path[:-1])
@@ -108,6 +115,8 @@ def suggest_key(path: KeyPath) -> str:
     foreign = elsewhere.key(key)
     if foreign is not None:
         return foreign.remedy
+    if len(path) == 1 and (whole := joined(key)):
+        return f"did you mean `{whole}`?"
     near = closest(key, siblings)
     if near is not None:
         return f"did you mean `{near}`?"
@@ -133,9 +142,12 @@ def option_meant(word: str) -> str:
     return f"keys are set in the file, or by --set {key}=...{note}" if key else ""
 
 
-def _list_item(annotation: object) -> Any:
-    lists = (option for option, _ in _options(annotation, ()) if get_origin(option) is tuple)
-    return next((get_args(option)[0] for option in lists), None)
+def _item(annotation: object, key: str) -> Any:
+    """Type of what a list or a mapping holds at `key`; None where it cannot hold one there."""
+    place = {tuple: 0, dict: 1}
+    kinds = [option for option, _ in _options(annotation, ()) if get_origin(option) in place]
+    held = {get_origin(option): get_args(option)[place[get_origin(option)]] for option in kinds}
+    return held.get(tuple if key.isdecimal() and tuple in held else dict)
 
 
 def _options_at(path: KeyPath) -> list[tuple[Any, tuple[object, ...]]]:

@@ -4,6 +4,7 @@ messages say the key takes, where its type says too little.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -20,8 +21,16 @@ def _expand_home(value: object) -> object:
         return value
     try:
         return str(Path(value).expanduser())
-    except RuntimeError as error:  # no such user
-        raise ValueError(str(error)) from None
+    except RuntimeError:
+        mine = value.startswith("~/") or value == "~"
+        what = "this user has no home folder, and HOME is not set" if mine else "there is no such user"
+        raise ValueError(what) from None
+
+
+def _reject_variables(value: object) -> object:
+    if isinstance(value, str) and re.search(r"\$\{[A-Za-z_]|(^|/)\$[A-Za-z_]", value):
+        raise ValueError(NO_VARIABLES)
+    return value
 
 
 def _reject_empty(value: object) -> object:
@@ -40,6 +49,8 @@ def _require_size(value: object) -> object:
     return value
 
 
+NO_VARIABLES = "variables are not read here"
+"""Words on `$NAME` or `${NAME}` in a path."""
 Positive = Annotated[int, Field(ge=1)]
 Toggle = Literal["auto"] | bool
 if TYPE_CHECKING:
@@ -67,7 +78,12 @@ Text = Annotated[str, Field(pattern=r"\S")]
 Size = Annotated[Text, BeforeValidator(_require_size), "a size such as 24GiB or 24 GB"]
 ModelName = Annotated[Text, BeforeValidator(_expand_home)]
 ChatTemplate = Annotated[Text, BeforeValidator(_expand_home), "auto, a template's name or a FILE.jinja"]
-UserPath = Annotated[Path, BeforeValidator(_expand_home), BeforeValidator(_reject_empty)]
+UserPath = Annotated[
+    Path,
+    BeforeValidator(_expand_home),
+    BeforeValidator(_reject_variables),
+    BeforeValidator(_reject_empty),
+]
 """Relative paths start at the current directory, not at the file that names them."""
 
 

@@ -262,10 +262,12 @@ def key_of(problem: Problem, keys: Sequence[str], sources: Mapping[str, str]) ->
     named_by = problem.where.removeprefix(SOURCE)
     if named_by in keys:
         return named_by
-    quoted = (text.partition(":")[0] for text in problem.what.split("`")[1::2])
+    quoted = [text.partition(":")[0] for text in problem.what.split("`")[1::2]]
     named = [text for text in quoted if text in keys]
     written = [key for key in keys if problem.where and sources.get(key) == problem.where]
-    return next(iter((*named, *written)), "")
+    # a layer's name below `lora.rank_pattern`
+    above = [key for text in quoted for key in keys if text.startswith(f"{key}.")]
+    return next(iter((*named, *written, *above)), "")
 
 
 def value_at(config: RunConfig, key: str) -> Any:

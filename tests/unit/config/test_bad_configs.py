@@ -77,6 +77,19 @@ FILES: dict[str, Bad] = {
         "validation:\n  prompts:\n    - style: oil: a cat\n",
         ("c.yaml:10", "a `:` where none", "quote a text"),
     ),
+    "colon in a prompt of one more": added(
+        "validation:\n  prompts:\n    - a cat: sitting\n",
+        (
+            "c.yaml:10",
+            "`validation.prompts.0`: expected a text that is not empty, got a mapping",
+            'quote a text that holds `: `, as in "a cat: sitting"',
+        ),
+    ),
+    "colon in a trigger word": changed(
+        "  sets:",
+        "  trigger_word:\n    a cat: sitting\n  sets:",
+        ("c.yaml:5", "`data.trigger_word`: expected a text", "quote a text that holds `: `"),
+    ),
     "prompt in brackets": added(
         "validation:\n  prompts:\n    - [V] a cat\n", ("c.yaml:10", "not valid YAML", "quote texts")
     ),
@@ -151,6 +164,9 @@ KEYS: dict[str, Bad] = {
     "key of no part of a record": added(
         "validation:\n  chat_file: a.jsonl\n  columns: {prompt: q, response: a, rank: a}\n",
         ("c.yaml:10", "unknown key `validation.columns.rank`", "known here: messages, prompt, query"),
+    ),
+    "one underscore for a dot": added(
+        "train_seed: 3\n", ("c.yaml:8", "unknown key `train_seed`", "did you mean `train.seed`?")
     ),
     "key like nothing": added("lora:\n  xyzzy: 1\n", ("c.yaml:9", "unknown key", "known here: rank, alpha")),
     "key of a set beside the sets": changed(
@@ -322,7 +338,40 @@ VALUES: dict[str, Bad] = {
         "output_dir: out", 'output_dir: ""', ("c.yaml:7", 'expected a path, got ""', "--output DIR")
     ),
     "home of nobody": changed(
-        "output_dir: out", "output_dir: ~no-such-user/x", ("c.yaml:7", "expected a path", "--output DIR")
+        "output_dir: out",
+        "output_dir: ~no-such-user/x",
+        ("c.yaml:7", '"~no-such-user/x": there is no such user', "--output DIR"),
+    ),
+    "variable in a path": changed(
+        "output_dir: out",
+        "output_dir: ${OUT}/x",
+        (
+            "c.yaml:7",
+            '`output_dir`: expected a path, got "${OUT}/x": variables are not read here',
+            "write the path itself, or set TRAINER__OUTPUT_DIR to it, or pass --output DIR",
+        ),
+    ),
+    "variable in a path of a set": changed(
+        "img_dir: images", "img_dir: /data/$USER/a", ("c.yaml:6", "variables are not read", "path itself")
+    ),
+    "number of a layer": added(
+        "lora:\n  rank_pattern:\n    to_k: 8\n    to_q: x\n",
+        (
+            "c.yaml:11",
+            '`lora.rank_pattern.to_q`: expected a whole number of at least 1 and at most 1024, got "x"',
+            "correct it or remove it",
+        ),
+    ),
+    "layer in parts": added(
+        "lora:\n  alpha_pattern:\n    blocks: {0: {to_q: 8}}\n",
+        (
+            "c.yaml:10",
+            "`lora.alpha_pattern.blocks`: expected a number above 0, got a mapping",
+            "write the name of a layer as one key: {blocks.0.to_q: 8}",
+        ),
+    ),
+    "layer without a name": added(
+        'lora:\n  rank_pattern: {" ": 8}\n', ("c.yaml:9", "`lora.rank_pattern`: expected a mapping", "leave")
     ),
 }
 
@@ -507,6 +556,20 @@ OUTSIDE: dict[str, Bad] = {
         "data.sets.0.repeats=2",
         problem=("--set data.sets.0.repeats", "a single item of a list", "'data.sets=[...]'"),
     ),
+    "quotes in a value to set": given(
+        "--set",
+        "train.optimizer='adamw'",
+        problem=("--set train.optimizer", "the quotes around it would be part", "leave the quotes out"),
+    ),
+    "dots in the name of a layer": given(
+        "--set",
+        "lora.rank_pattern.blocks.0.to_q=8",
+        problem=(
+            "--set lora.rank_pattern.blocks.0.to_q",
+            "`lora.rank_pattern.blocks`: expected a whole number",
+            "--set 'lora.rank_pattern={blocks.0.to_q: 8}'",
+        ),
+    ),
     "bracket not closed": given(
         "--set",
         "validation.prompts=[a, b",
@@ -517,6 +580,12 @@ OUTSIDE: dict[str, Bad] = {
     ),
     "unknown key in a variable": variable(
         "TRAINER__TRIAN__SEED", "1", "unknown key `trian`", "did you mean `train`?"
+    ),
+    "quotes in a variable": variable(
+        "TRAINER__OUTPUT_DIR", '"/out/x"', "the quotes around it would be part", "leave the quotes out"
+    ),
+    "one underscore for a dot in a variable": variable(
+        "TRAINER__TRAIN_SEED", "3", "unknown key `train_seed`", "did you mean TRAINER__TRAIN__SEED?"
     ),
     "bad value in a variable": variable("TRAINER__LORA__RANK", "", "got nothing", "leave it out for 16"),
     "misspelt variable": variable(

@@ -176,7 +176,13 @@ def test_text_fields_keep_text(tmp_path: Path, word: str) -> None:
     got = loaded(tmp_path, f"data: {{trigger_word: {word}}}\nmodel: {{revision: {word}}}")
     assert got.config.data.trigger_word == word.strip("'")
     assert got.config.model.revision == word.strip("'")
-    assert loaded(tmp_path, overrides=[f"data.trigger_word={word}"]).config.data.trigger_word == word
+    if "'" not in word:
+        assert loaded(tmp_path, overrides=[f"data.trigger_word={word}"]).config.data.trigger_word == word
+
+
+@pytest.mark.parametrize("text", ["'", '"a" b', "it's '", "'a\""])
+def test_quotes_inside_a_text_are_kept(tmp_path: Path, text: str) -> None:
+    assert loaded(tmp_path, overrides=[f"data.trigger_word={text}"]).config.data.trigger_word == text
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def loaded(folder: Path, *overrides: str) -> Loaded:
         (["method=full", "checkpoint.lora_files=true"], ("no effect with `method: full`", "method: lora")),
         (["checkpoint.keep_best=true"], ("no effect without held-out samples", "remove it")),
         (["method=full", "lora.rank_pattern={to_q: 2}"], ("`lora.rank_pattern` has no", "method: lora")),
-        (["lora.rank_pattern={to_q: 0}"], ("`lora.rank_pattern`: expected a mapping", "leave it out")),
+        (["lora.rank_pattern={to_q: 0}"], ("`lora.rank_pattern.to_q`: expected a whole", "remove it")),
         (["lora.rank_pattern={'to_q[': 2}"], ("'to_q[' is no regular expression", "by a backslash")),
         (["lora.alpha_pattern={'(?i)to_q': 2}"], ("`lora.alpha_pattern`: '(?i)to_q' is no", "backslash")),
         (["lora.alpha_pattern=8"], ("expected a mapping of layers to numbers", 'got "8"')),

@@ -34,7 +34,7 @@ def test_a_written_file_loads_to_the_same(path: Path, tmp_path: Path) -> None:
     [
         "lora.rank_pattern={to_q: 4}",
         "validation.early_stop.patience=2",
-        "data.trigger_word='- : #x'",
+        "data.trigger_word='- : #x",
         "data.sets=[{img_dir: '/d: x', control_dir: [/a, /b]}, {img_dir: /e, repeats: 2, flip: true}]",
         "train.num_train_epochs=2.5",
         "validation.prompts=['\"a\": b', '#c', '[d']",

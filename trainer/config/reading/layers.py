@@ -109,5 +109,10 @@ def _assign(path: KeyPath, text: str, source: str) -> Layer:
     if structured and text.lstrip().startswith(("[", "{")):
         node, problems = strict_yaml.parse(text, lambda line: source)
         return None if node is None else at(path, emptied(node, path)), problems
+    bare = text.strip()
+    if len(bare) > 1 and bare[0] == bare[-1] and bare[0] in "'\"":
+        what = f"the quotes around it would be part of the value: {bare}"
+        remedy = "leave the quotes out; only files, and values in [ ] or { }, have them"
+        return None, [Problem(what=what, where=source, remedy=remedy)]
     value = None if text.strip() in ("", "~", "null") else text
     return at(path, emptied(Node(value=value, source=source), path)), []

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from trainer.config import elsewhere, fields
+from trainer.config.environment import CONFIG_PREFIX
 from trainer.config.reading.layers import LENGTHS
 from trainer.config.schema import RunConfig
-from trainer.config.tree import KeyPath, Node, by_user, describe, leaves
+from trainer.config.tree import KeyPath, Node, by_user, describe, leaves, walk
+from trainer.config.value_types import NO_VARIABLES
 from trainer.errors import Problem
 from trainer.words.near import closest
 
@@ -32,7 +36,7 @@ def validate(
     except ValidationError as error:
         faults = _faults(error)
     told = list(faults.items())[:_MOST_FAULTS]
-    problems = [problem for path, kind in told for problem in _problems(tree, path, kind, merged)]
+    problems = [problem for path, fault in told for problem in _problems(tree, path, fault, merged)]
     if len(faults) > len(told):
         path = list(faults)[len(told)]
         what = f"... and {len(faults) - len(told)} more mistakes"
@@ -75,28 +79,44 @@ _HINTS: dict[str, str] = {
 }
 
 
-def _faults(error: ValidationError) -> dict[KeyPath, str]:
-    """Path of each bad value -> pydantic's first error type there. Tags of unions are cut from the path."""
-    faults: dict[KeyPath, str] = {}
+@dataclass(frozen=True)
+class _Fault:
+    """Mistake in one value."""
+
+    kind: str
+    """Type of pydantic's first error."""
+    said: str
+    """Words of the check that refused it, for a path; else empty."""
+
+
+def _faults(error: ValidationError) -> dict[KeyPath, _Fault]:
+    """Path of each bad value -> what is wrong there. Tags of unions are cut from the path."""
+    faults: dict[KeyPath, _Fault] = {}
     for detail in error.errors(include_url=False, include_context=False, include_input=False):
         kind, keys = detail["type"], tuple(str(key) for key in detail["loc"])
         known = 0
         while known < len(keys) and fields.field_at(keys[: known + 1]) is not None:
             known += 1
+        # the name of a layer may be wrong, and not what it is mapped to
+        known -= keys[known : known + 1] == ("[key]",)
         path = keys if kind == "extra_forbidden" else keys[:known]
         if kind == "missing" and fields.is_section(path):
             # a whole section is missing: name the key that it is there for
             path = (*path, next(key for key in _HOW_TO_ADD if fields.field_at((*path, key)) is not None))
-        faults.setdefault(path, kind)
+        said = detail["msg"].removeprefix("Value error, ") if kind == "value_error" else ""
+        before = faults.get(path, _Fault(kind, ""))
+        faults[path] = _Fault(before.kind, before.said or (said if fields.takes(path, Path) else ""))
     # a list whose items are bad is reported as too short as well: the items say it better
     above = {path[:depth] for path in faults for depth in range(len(path))}
-    return {path: kind for path, kind in faults.items() if path not in above}
+    return {path: fault for path, fault in faults.items() if path not in above}
 
 
-def _problems(tree: Node, path: KeyPath, kind: str, merged: Sequence[Node]) -> Iterator[Problem]:
+def _problems(tree: Node, path: KeyPath, fault: _Fault, merged: Sequence[Node]) -> Iterator[Problem]:
     name, source, node = ".".join(path), tree.source_of(path), tree.get(path)
-    if kind == "extra_forbidden":
+    if fault.kind == "extra_forbidden":
         remedy, foreign = fields.suggest_key(path), [*_foreign(node)]
+        if source.startswith(CONFIG_PREFIX) and len(path) == 1 and (meant := fields.joined(path[0])):
+            remedy = f"did you mean {_variable(meant)}?"
         if foreign and not elsewhere.key(path[-1]) and remedy.startswith("did you mean"):
             # a section of ours that is misspelt: one mistake
             inside = (f"Below it, `{key}`: {row.remedy}" for key, _, row in foreign if key != "name")
@@ -106,13 +126,48 @@ def _problems(tree: Node, path: KeyPath, kind: str, merged: Sequence[Node]) -> I
         # keys of other trainers below one of their sections: each is told what it is here
         for below, where, row in foreign:
             yield Problem(what=f"unknown key `{name}.{below}`", where=where, remedy=row.remedy)
-    elif kind == "missing":
+    elif fault.kind == "missing":
         where = source if by_user(source) else tree.source
         yield Problem(what=f"`{name}` is missing", where=where, remedy=_HOW_TO_ADD[path[-1]])
     else:
         got = "nothing" if node is None else describe(node)
         what = f"`{name}`: expected {fields.expected(path)}, got {got}"
-        yield Problem(what=what, where=source, remedy=_remedy(path, node, merged))
+        what += f": {fault.said}" if fault.said else ""
+        remedy = _of_written(path, node, fault) if node is not None else ""
+        yield Problem(what=what, where=source, remedy=remedy or _remedy(path, node, merged))
+
+
+def _variable(name: str) -> str:
+    """The variable of a dotted key."""
+    return CONFIG_PREFIX + name.upper().replace(".", "__")
+
+
+def _of_written(path: KeyPath, node: Node, fault: _Fault) -> str:
+    """Remedy by the way in which a value was written; empty where that does not tell it."""
+    if fault.said == NO_VARIABLES:
+        name = ".".join(path)
+        ways = ["write the path itself"]
+        ways += [f"or set {_variable(name)} to it"] if name in fields.dotted_keys() else []
+        ways += ["or pass --output DIR"] if name == "output_dir" else []
+        return ", ".join(ways)
+    if fields.takes(path[:-1], dict):
+        return _of_layer(path, node)
+    text = fields.takes(path, str) and not fields.takes(path, tuple)
+    if text and isinstance(node.value, dict):
+        return 'quote a text that holds `: `, as in "a cat: sitting"'
+    return ""
+
+
+def _of_layer(path: KeyPath, node: Node) -> str:
+    """Remedy for what a layer is mapped to: dots in its name may have made parts of it."""
+    found = [*walk(node)]
+    if not isinstance(node.value, dict) or len(found) != 1:
+        return "correct it or remove it"
+    (below, leaf), (*keys, layer) = found[0], path
+    written = f"{{{'.'.join((layer, *below))}: {leaf.value}}}"
+    if node.source.startswith("--set "):
+        return f"write --set '{'.'.join(keys)}={written}'"
+    return f"write the name of a layer as one key: {written}"
 
 
 def _foreign(node: Node | None) -> Iterator[tuple[str, str, elsewhere.Row]]:
@@ -171,7 +226,7 @@ def _repair(plain: dict[str, Any], path: KeyPath) -> None:
         if not isinstance(parent, dict | list):
             _repair(plain, path[: depth + 1])
             return
-    field = fields.field_at(path)
+    field = None if fields.takes(path[:-1], dict) else fields.field_at(path)
     if isinstance(parent, list):
         _repair(plain, path[:-1])
     elif field is not None and field.is_required():
