@@ -156,6 +156,9 @@ _LAYERS = (
 _OUTPUT = click.option(
     "--output", metavar="DIR", type=GivenPath(), help="Write the run here instead of `output_dir`."
 )
+_NO_RUN = click.option(
+    "--output", metavar="DIR", type=GivenPath(), hidden=True, help="Refused: there is no run to write."
+)
 _KEPT_RUNS = click.option(
     "--output",
     metavar="DIR",
@@ -193,6 +196,8 @@ def _taking(*parameters: Callable[[Any], Any]) -> Callable[[F], Any]:
 layer_options = _taking(*_LAYERS, _OUTPUT)
 """Decorator for a command that gets its configurations by an option, `configs`."""
 config_arguments = _taking(_CONFIGS, *_LAYERS, _OUTPUT)
+drawing_arguments = _taking(_CONFIGS, *_LAYERS, _NO_RUN)
+"""Decorator for a command that writes pictures and no run, and says so of `Layers.output`."""
 config_arguments_and_machine = _taking(_CONFIGS, *_LAYERS, _OUTPUT, _BUDGET, _GPUS)
 compared_arguments = _taking(_CONFIGS, *_LAYERS, _KEPT_RUNS, _BUDGET, _GPUS)
 """Decorator for a command that runs several configurations, whose runs `Layers.output` keeps."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from trainer.cli.options import GivenPath, Layers, LoraFile, config_arguments, layer_options
+from trainer.cli.options import GivenPath, Layers, LoraFile, drawing_arguments, layer_options
 from trainer.cli.output import say, shown_below_options
 from trainer.cli.targets import require_picture
 from trainer.errors import ConfigError, DataError, one_line
@@ -23,7 +23,7 @@ _FILE, _FOLDER = LoraFile(), GivenPath(exists=True, file_okay=False)
 
 @shown_below_options
 @click.command()
-@config_arguments
+@drawing_arguments
 @click.option(
     "--lora", type=_FILE, help="LoRA to load, a file or a run's folder; the base model alone when not given."
 )
@@ -63,6 +63,7 @@ def sample(
     from trainer.config.schema import changed
     from trainer.engine.spec import Job
 
+    _refuse_output(layers)
     if folder is not None:
         named = click.get_current_context().get_parameter_source("picture") is not ParameterSource.DEFAULT
         alone = not (lora or model or before_after or prompts or named)
@@ -88,6 +89,14 @@ def sample(
         before_after=before_after,
     )
     return run_job(loaded, *planned(loaded, probe=False), job)
+
+
+def _refuse_output(layers: Layers) -> None:
+    """Raise ConfigError for a run's folder: who gives one means that of the picture."""
+    if layers.output is not None:
+        what = "it names a run's folder, and here is no run"
+        remedy = "name the picture by --picture FILE; a missing output_dir is given by --set output_dir=DIR"
+        raise ConfigError(what, where=f"--output {layers.output}", remedy=remedy)
 
 
 def _require_one(lora: Path | None, model: Path | None, before_after: bool) -> None:

@@ -55,6 +55,14 @@ def test_a_picture_that_would_not_be_what_its_name_says(
     assert not (tmp_path / option.split()[1]).exists()
 
 
+def test_pictures_have_no_run_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    """The picture would be written elsewhere: where --picture says."""
+    assert main(["sample", QUICKSTART, "--output", "new.png"]) == 78
+    assert "--output new.png: it names a run's folder, and here is no run\n    -> " in capsys.readouterr().err
+    assert main(["sample", "--help"]) == 0
+    assert "--output" not in capsys.readouterr().out
+
+
 def test_a_lora_whose_own_folder_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     """The new file is meant to lie beside it."""
     assert main(["export", "/proc/version", "--format", "comfyui"]) == 78
