@@ -101,8 +101,7 @@ def test_two_ranks_give_the_bits_of_one(
     for run in (process, straight):
         # of the first line no step's time may be known yet
         _, *rows = read_metrics(run.run_dir / METRICS_LOG)
-        computed = sum(row["compute_seconds_per_step"] for row in rows)
-        assert 0.0 < computed < sum(row["seconds_per_step"] for row in rows)
+        assert all(row["compute_seconds_per_step"] > 0.0 for row in rows)
 
 
 SHARDED = (TWO, "parallel.shard=full")

@@ -267,9 +267,9 @@ def _answer(
     after = _render(tokenizer, messages[: index + 1], opened=False)
     if not after.startswith(before):
         # models that reason are opened with a thought, which an answer without one does not have
-        answered = [*messages[:index], {"role": "assistant", "content": _PLACE}]
+        answered, opened = [*messages[:index], {"role": "assistant", "content": _PLACE}], before
         before, found, _ = _render(tokenizer, answered, opened=False).rpartition(_PLACE)
-        if not found or not after.startswith(before):
+        if not (found and opened.startswith(before) and after.startswith(before)):
             return None
     return (len(before), len(after.rstrip())) if whole.startswith(after) else None
 

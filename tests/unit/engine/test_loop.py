@@ -122,7 +122,7 @@ def test_weights_that_differ_after_the_last_step_are_not_saved(
         status=SimpleNamespace(beat=nothing),
         say=nothing,
     )
-    journal = SimpleNamespace(phase=nothing, start_clock=nothing)
+    journal = SimpleNamespace(publish=nothing, start_clock=nothing)
     work: Any = SimpleNamespace(context=context, entries=None, journal=journal)
     state = state_of(SimpleNamespace(digest=lambda: 1.0, drop_gradients=nothing), TRAIN.max_train_steps)
     ended = loop.train if first else loop.follow
