@@ -173,14 +173,15 @@ def test_a_new_run_holds_it_and_its_process_does_not(
     client: TestClient, studio: Studio, tmp_path: Path, started: Started, payload: str
 ) -> None:
     """Trigger word, prompts, folders of the run and of a data set, the job's name."""
-    (studio.data / payload).mkdir()
-    write_pair(studio.data / payload, "a.png", payload)
-    typed = {"data.trigger_word": payload, "validation.prompts": payload, "output_dir": payload}
-    queue, job, config = job_of(studio, client, **typed, **{"data.sets.0.img_dir": payload})
+    named = payload.replace("${", "$({")  # a variable in a path is refused
+    (studio.data / named).mkdir()
+    write_pair(studio.data / named, "a.png", payload)
+    typed = {"data.trigger_word": payload, "validation.prompts": payload, "output_dir": named}
+    queue, job, config = job_of(studio, client, **typed, **{"data.sets.0.img_dir": named})
     assert config["data"]["trigger_word"] == payload
     assert config["validation"]["prompts"] == [payload]
-    assert (job.name, job.run) == (payload, studio.runs / payload)
-    assert config["data"]["sets"][0]["img_dir"] == str(studio.data / payload)
+    assert (job.name, job.run) == (named, studio.runs / named)
+    assert config["data"]["sets"][0]["img_dir"] == str(studio.data / named)
     assert queue.start_due() == [job]
     assert len(started) == 1, "the process that watches the run"
     require_plain(started)
