@@ -54,7 +54,8 @@ def test_a_group_is_run_in_order(yard: Workshop, nursery: Callable[..., Nursery]
     try:
         runtime = jobfiles.job_folder(queue.folder, 1) / jobfiles.RUNTIME
         end = time.monotonic() + PATIENCE_SECONDS
-        while (status := read_status(runtime)) is None or not status.step:
+        # a step of training: what is scanned and encoded is counted too
+        while (status := read_status(runtime)) is None or not status.optimizer_step:
             assert time.monotonic() < end and scheduler.poll() is None, queue.log("1")
             time.sleep(0.05)
         first, second = trainer("list").splitlines()[1:3]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -104,6 +105,19 @@ def window_of_some_layers(config: Mapping[str, Any]) -> int | None:
     layers, kinds = config.get("num_hidden_layers", 32), config.get("layer_types")
     slides = config.get("max_window_layers", 28) < layers if kinds is None else "sliding_attention" in kinds
     return config.get("sliding_window", 4096) if slides else None
+
+
+def positions_of(said: Mapping[str, Any]) -> int | None:
+    """Tokens that a language model has positions for; None where its config does not say."""
+    most = said.get("max_position_embeddings")
+    scaling = said.get("rope_scaling") or said.get("rope_parameters")
+    if not isinstance(most, int):
+        return None
+    ropes = scaling if isinstance(scaling, Mapping) else {}
+    factor, kind = ropes.get("factor"), ropes.get("rope_type") or ropes.get("type")
+    # of other kinds the number is that of the scaled positions
+    stretches = kind in ("linear", "dynamic", "yarn") and isinstance(factor, int | float)
+    return math.floor(most * factor) if factor and stretches else most
 
 
 def _head_width(config: Mapping[str, Any]) -> int:

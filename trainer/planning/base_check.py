@@ -20,7 +20,7 @@ from trainer.files.weight_files import weight_files
 from trainer.modeling.base.base import base_at, read_config, require_readable
 from trainer.modeling.base.hub import refusal_told
 from trainer.planning.plan import Decision
-from trainer.planning.rules import require_inputs, require_length
+from trainer.planning.rules import beyond_positions, require_inputs, require_length
 from trainer.planning.shapes.geometry import table_component
 from trainer.planning.shapes.run_shapes import CONFIGS, roles
 from trainer.words.sizes import GB
@@ -78,7 +78,7 @@ def _checked(family: Family, loaded: Loaded, folder: Path) -> tuple[str, ...]:
         raise AccessError(problems)
     require_length(family, loaded, folder)
     require_inputs(family, loaded, folder)
-    return (*warnings, *_without_dropout(family, folder))
+    return (*warnings, *beyond_positions(family, loaded, folder), *_without_dropout(family, folder))
 
 
 def require_trained(family: Family, folder: Path, where: str) -> None:

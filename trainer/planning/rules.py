@@ -6,11 +6,9 @@ and on whatever is suggested instead.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from trainer.config import environment
 from trainer.config.judging import rules as of_configuration
@@ -22,6 +20,7 @@ from trainer.data.pictures.buckets import buckets
 from trainer.errors import ConfigError, HardwareError
 from trainer.families import names
 from trainer.families.family import Family
+from trainer.families.language import positions_of
 from trainer.modeling.base.base import read_config
 from trainer.planning.choose import attention, candidates, loading, optimizers, swap_and_shard, switches
 from trainer.planning.choose.situation import Situation
@@ -175,9 +174,7 @@ def require_shift(family: Family, loaded: Loaded, folder: Path) -> None:
 
 
 def require_length(family: Family, loaded: Loaded, folder: Path) -> None:
-    """Raise ConfigError where conversations may be longer than what the base's attention reaches: a sliding
-    window, or the positions that it was trained with.
-    """
+    """Raise ConfigError where the base's attention has a window that a conversation may be longer than."""
     path, key = folder / family.trained_component / "config.json", "data.max_sequence_length"
     said, asked = read_config(path) if path.is_file() else {}, loaded.config.data.max_sequence_length
     window = family.window(said)
@@ -188,26 +185,21 @@ def require_length(family: Family, loaded: Loaded, folder: Path) -> None:
             where=loaded.sources.get(key, key),
             remedy=f"write {key}: {window} or less, or name a base without a sliding window",
         )
-    positions = _positions(said) if family.sample_kind == "conversation" else None
+
+
+def beyond_positions(family: Family, loaded: Loaded, folder: Path) -> Iterator[str]:
+    """A warning where a conversation may be longer than the positions that a language model was trained with:
+    those of a row begin anew with each conversation.
+    """
+    path = folder / family.trained_component / "config.json"
+    if family.sample_kind != "conversation" or not path.is_file():
+        return
+    positions, asked = positions_of(read_config(path)), loaded.config.data.max_sequence_length
     if positions is not None and positions < asked:
-        raise ConfigError(
-            f"`{key}` is {asked}, and this base has positions for {positions} tokens ({path} says so)",
-            where=loaded.sources.get(key, key),
-            remedy=f"write {key}: {positions} or less",
+        yield (
+            f"data.max_sequence_length is {asked}: conversations of more than {positions} tokens reach"
+            f" positions that this base was not trained with ({path})"
         )
-
-
-def _positions(said: Mapping[str, Any]) -> int | None:
-    """Tokens that a language model has positions for; None where its config does not say."""
-    most = said.get("max_position_embeddings")
-    scaling = said.get("rope_scaling") or said.get("rope_parameters")
-    if not isinstance(most, int):
-        return None
-    ropes = scaling if isinstance(scaling, Mapping) else {}
-    factor, kind = ropes.get("factor"), ropes.get("rope_type") or ropes.get("type")
-    # of other kinds the number is that of the scaled positions
-    stretches = kind in ("linear", "dynamic", "yarn") and isinstance(factor, int | float)
-    return math.floor(most * factor) if factor and stretches else most
 
 
 def require_inputs(family: Family, loaded: Loaded, folder: Path) -> None:
