@@ -73,7 +73,7 @@ def load(
         presets.layers(chosen_presets),
         single + layers.from_options(dataset, output, budget, gpus),
         name=", ".join(map(str, paths)) or "configuration",
-        others_pictures=dataset is not None,
+        others_data=dataset is not None,
         family_defaults=family_defaults,
         lora_presets=lora_presets,
         environ=environ,
@@ -86,15 +86,15 @@ def from_layers(
     single: Sequence[Layer],
     *,
     name: str,
-    others_pictures: bool = False,
+    others_data: bool = False,
     family_defaults: Mapping[str, Mapping[str, Any]],
     lora_presets: Mapping[str, tuple[str, ...]] | None = None,
     environ: Mapping[str, str],
 ) -> Loaded:
     """Merge layers that were read before: schema and family below, then `files`, presets and `single` values.
 
-    `name` is the source of what is missing. With `others_pictures` the layers replace the files' data sets by
-    other pictures, and held-out ones that stay are told. Raises ConfigError with every problem found.
+    `name` is the source of what is missing. With `others_data` the layers replace the files' data sets by
+    other data, and held-out samples that stay are told. Raises ConfigError with every problem found.
     """
     problems = [problem for _, found in (*files, *chosen, *single) for problem in found]
     warnings, harmful = _foreign(environ)
@@ -122,8 +122,8 @@ def from_layers(
     notes = presets.told(given, from_files, sources, unused_keys(config))
     notes += shortened
     notes += _replaced_length(_trees([*files, *chosen, *single]), config, sources)
-    if others_pictures:
-        notes += _others_pictures(config, sources)
+    if others_data:
+        notes += _note_of_others_data(config, sources)
     return Loaded(config=config, sources=sources, notes=tuple(notes), warnings=warnings)
 
 
@@ -151,7 +151,7 @@ def _replaced_length(trees: Sequence[Node], config: RunConfig, sources: Mapping[
             yield f"{name} ({sources[name]}) takes the place of {replaced}: {node.value} ({node.source})"
 
 
-def _others_pictures(config: RunConfig, sources: Mapping[str, str]) -> list[str]:
+def _note_of_others_data(config: RunConfig, sources: Mapping[str, str]) -> list[str]:
     """A note of the held-out samples and prompts that --dataset leaves of a file for other data."""
     validation = config.validation
     kind = next((key for key in KINDS if vars(validation)[key] is not None), None)
