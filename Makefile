@@ -9,8 +9,9 @@ CONTAINER_STAMP := .venv/.installed-container
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 # Interpreters that are tried, in this order: the first of a supported version that can make a virtual environment.
 PYTHONS ?= python3 python3.13 python3.12 python3.11 python3.14
-# Test processes at a time. One thread each: tiny tensors gain nothing from more.
-WORKERS ?= 2
+# Test processes at a time, one more than the cores of a small machine, for some of their time they wait. One thread
+# each: tiny tensors gain nothing from more.
+WORKERS ?= 3
 # The same for tests on GPUs, which take turns on all that are visible. Compiling needs cores.
 GPU_WORKERS ?= $(shell echo $$(( ($$(nproc) + 3) / 4 )))
 IMAGE ?= trainer:0.1.0-cpu

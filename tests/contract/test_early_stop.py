@@ -140,6 +140,7 @@ def test_the_rounds_are_in_the_checkpoint_and_more_patience_goes_on(
     assert measured[-1][0] in (end_by_hand(measured, PATIENCE + 1, DELTA), 40)
 
 
+@pytest.mark.slow
 def test_a_run_whose_patience_ends_with_its_last_step_wants_more_steps(
     workshop: Workshop, tmp_path: Path
 ) -> None:

@@ -14,9 +14,19 @@ Value = TypeVar("Value")
 _strict = with_config(ConfigDict(extra="forbid"))
 
 
+_adapters: dict[type, TypeAdapter[Any]] = {}
+
+
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    """Reader and writer of the dataclass `kind`, made once: making it takes longer than its use."""
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(_strict(kind))
+    return _adapters[kind]
+
+
 def to_json(value: object) -> str:
     """Indented JSON with sorted keys of a dataclass made of plain values, ending in a newline."""
-    plain = TypeAdapter[Any](_strict(type(value))).dump_python(value, mode="json")
+    plain = _adapter(type(value)).dump_python(value, mode="json")
     text = json.dumps(plain, indent=2, sort_keys=True)
     return text + "\n"
 
@@ -24,7 +34,7 @@ def to_json(value: object) -> str:
 def from_json(kind: type[Value], text: str, where: str) -> Value:
     """The dataclass `kind` from JSON text; raises HardwareError with every problem found, at `where`."""
     try:
-        value = TypeAdapter[Value](_strict(kind)).validate_json(text, strict=True)
+        value: Value = _adapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         problems = [
             Problem(what=f"{'.'.join(map(str, one['loc'])) or 'file'}: {one['msg']}", where=where)

@@ -50,6 +50,7 @@ def survives(file: Path, raw: bytes, overrides: list[str], environ: dict[str, st
         assert all(problem.where and problem.what and problem.remedy for problem in error.problems)
 
 
+@pytest.mark.slow
 @settings(max_examples=1300)
 @given(raw=st.binary(max_size=60) | yaml_like.map(str.encode))
 def test_any_file(file: Path, raw: bytes) -> None:
@@ -57,6 +58,7 @@ def test_any_file(file: Path, raw: bytes) -> None:
     survives(file, GOOD.encode() + raw, [], {})
 
 
+@pytest.mark.slow
 @settings(max_examples=700)  # each by three ways in
 @given(key=keys, value=values)
 def test_any_value(file: Path, key: str, value: str) -> None:

@@ -30,6 +30,7 @@ def by_pyyaml(text: str) -> object:
         return strict_yaml.parse(text, str)
 
 
+@pytest.mark.slow
 @settings(max_examples=1000)
 @example("a:\tb")
 @example("[what is this? a dog]")

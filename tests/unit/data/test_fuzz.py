@@ -87,6 +87,7 @@ def scan(folder: Path) -> object:
     return scan_images((one,), resolution=32, multiple=16, trigger_word="zwx", on_bad_file="error")
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(raw=caption_bytes)
 def test_any_caption(folder: Path, raw: bytes) -> None:
@@ -95,6 +96,7 @@ def test_any_caption(folder: Path, raw: bytes) -> None:
     survives(lambda: read_sidecar(path).encode())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
 def test_any_metadata(folder: Path, name: str) -> None:
     path, numbers = folder / name, itertools.count()
@@ -140,6 +142,7 @@ def picture_like(seed: int) -> bytes:
     return damaged(chooser) if seed % 5 else chooser.randbytes(chooser.randint(1, 60))
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(raw=SEEDS.map(picture_like))
 def test_any_picture(folder: Path, raw: bytes) -> None:
@@ -150,6 +153,7 @@ def test_any_picture(folder: Path, raw: bytes) -> None:
     survives(lambda: read_mask(path))
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(seed=SEEDS)
 def test_any_colour_profile(folder: Path, seed: int) -> None:

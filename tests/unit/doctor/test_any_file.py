@@ -102,6 +102,7 @@ def test_no_secret_is_shown(tmp_path: Path, text: str) -> None:
     assert SECRET not in "\n".join(map(str, report.problems))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_large_files_take_no_time(tmp_path: Path) -> None:
     """A MiB of what each reader likes least is read in some seconds."""

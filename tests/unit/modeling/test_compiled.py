@@ -123,6 +123,7 @@ def test_no_tiling_is_looked_for_where_two_sizes_vary(varying: dict[str, list[tu
     assert torch._inductor.config.triton.coalesce_tiling_analysis == (not both)
 
 
+@pytest.mark.slow
 def test_sizes_that_are_known_to_vary_cost_no_graph_more() -> None:
     made = reached()
     join_siblings(made.model, made.predict)
@@ -191,6 +192,7 @@ def test_only_blocks_of_the_kinds_are_compiled() -> None:
     assert compile_blocks(repeated_blocks(made.model, ("NoSuchBlock",)), activation_budget=1.0) == 0
 
 
+@pytest.mark.slow
 def test_the_plan_s_budget_reaches_the_partitioner(monkeypatch: pytest.MonkeyPatch) -> None:
     budgets: list[float] = []
     choose = partitioners.choose_saved_values_set

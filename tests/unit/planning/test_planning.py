@@ -233,6 +233,7 @@ def scratch(tiny_flux1_dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return base
 
 
+@pytest.mark.slow
 def test_what_trains_from_nothing_is_planned_from_its_config(
     config: Config, scratch: Path, tiny_flux1_dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -268,13 +268,16 @@ def write_strip(samples: Path) -> Path:
 
 
 def write_png(picture: Image.Image, path: Path, text: Mapping[str, str] | None = None) -> None:
-    """Write a PNG atomically, with `text` inside."""
+    """Write a PNG atomically, with `text` inside.
+
+    It is packed fast rather than tightly, half the time for a tenth more bytes: a run waits for its pictures.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     info = PngInfo()
     for key, value in (text or {}).items():
         info.add_itxt(key, value)
     buffer = io.BytesIO()
-    picture.save(buffer, format="PNG", pnginfo=info)
+    picture.save(buffer, format="PNG", pnginfo=info, compress_level=1)
     with atomic.writing(path) as file:
         file.write(buffer.getvalue())
 

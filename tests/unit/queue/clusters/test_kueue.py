@@ -137,6 +137,7 @@ def test_states_are_those_of_the_job_and_its_workload(
     assert found == {"cats-1": seen}
 
 
+@pytest.mark.slow
 @given(st.text(), st.text())
 def test_any_text_gives_an_error_of_ours_or_states(jobs: str, workloads: str) -> None:
     try:
@@ -145,6 +146,7 @@ def test_any_text_gives_an_error_of_ours_or_states(jobs: str, workloads: str) ->
         assert "not a list as JSON" in str(error)
 
 
+@pytest.mark.slow
 @given(NEARLY, NEARLY)
 def test_any_json_gives_an_error_of_ours_or_states(jobs: Any, workloads: Any) -> None:
     for one in ({"items": [jobs]}, jobs):
