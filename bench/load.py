@@ -134,7 +134,8 @@ def write_files(folder: Path, gib: float, count: int) -> list[Path]:
         for index in range(number)
     } | {f"blocks.{index:04}.bias": torch.zeros(rows, dtype=torch.bfloat16) for index in range(number)}
     size = sum(tensor.nbytes for tensor in tensors.values())
-    paths = [folder / f"model-{index + 1:05}-of-{count:05}.safetensors" for index in range(count)]
+    # no name that a model's own files have: they are written over, and removed at the end
+    paths = [folder / f"bench-load-{index + 1:05}-of-{count:05}.safetensors" for index in range(count)]
     for path in paths:
         if not path.is_file() or not size < path.stat().st_size < size + MIB:
             write_tensors(path, tensors, {}, None)

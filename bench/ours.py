@@ -126,6 +126,7 @@ def layer(job: Job, variant: str, data_set: Mapping[str, Any], cache_dir: Path) 
     if job.method == "lora":
         content["lora"] = {"rank": job.rank, "alpha": job.rank, "target_modules": "attention"}
     content["checkpoint"] = {"checkpointing_steps": steps + 1}
+    content["parallel"] = {"gpus": 1}  # as others train; a command's own `--set` lies above it
     return content
 
 

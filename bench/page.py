@@ -77,7 +77,9 @@ def scaled(record: Record | Table) -> bool:
     """True where a table has steps of more than two GPUs beside one GPU's."""
     if not isinstance(record, Table) or not {"GPUs", "of one", "way"} <= set(record.columns):
         return False
-    return any(int(row[record.columns.index("GPUs")]) > 2 for row in record.rows)
+    number, of_one = map(record.columns.index, ("GPUs", "of one"))
+    several = [row for row in record.rows if int(row[number]) > 1]
+    return any(int(row[number]) > 2 for row in several) and any(row[of_one] for row in several)
 
 
 def plotted(record: Record | Table) -> bool:

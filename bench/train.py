@@ -48,9 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     family = families.get(options.family)
     if options.tokens is None:
         options.tokens = 4096 if family.sample_kind == "conversation" else 512
-    if environment.read("TRAINER_PROFILE") != "cpu":
+    on_gpu = environment.read("TRAINER_PROFILE") != "cpu"
+    if on_gpu:
         idle.require_gpu(remedy="use a machine with one; TRAINER_PROFILE=cpu measures the CPU instead")
-    idle.require_idle()
+        idle.require_idle()
     job = _job(options)
     samples: dict[str, list[dict[str, Any]]] = {variant: [] for variant in options.variants}
     with tempfile.TemporaryDirectory(prefix="bench-", dir=options.work) as name:
@@ -58,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for variant in options.variants:
                 if any(sample.get("problem") for sample in samples[variant]):
                     continue
-                idle.require_idle(patience=idle.PATIENCE_SECONDS)
+                if on_gpu:
+                    idle.require_idle(patience=idle.PATIENCE_SECONDS)
                 profile = options.profile and number == 1
                 sample = run_variant(job, variant, Path(name), number, profile=profile, memory=options.memory)
                 samples[variant].append(sample)
@@ -203,7 +205,8 @@ def compute_floors(
 def recorded_command(given: Sequence[str]) -> str:
     """The command as others would give it: folders by their role, not by where they were."""
     role = {"--base": "BASE", "--work": "DIR", "--record": "FILE"}
-    words = [role.get(before, shlex.quote(word)) for before, word in zip(["", *given], given, strict=False)]
+    parted = [one for word in given for one in (word.split("=", 1) if word.split("=")[0] in role else [word])]
+    words = [role.get(before, shlex.quote(word)) for before, word in zip(["", *parted], parted, strict=False)]
     return " ".join(["python", "-m", "bench", "train", *words])
 
 

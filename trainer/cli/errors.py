@@ -56,17 +56,20 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
 def _told(text: str, error: TrainerError, words: Sequence[str]) -> ExitCode:
     """Print an error's text on stderr, and the error on stdout where `words` ask for JSON; its exit code."""
     click.echo(text, err=True)
-    if _asks_for_json(words):
+    if asks_for_json(words):
         print_error(error.exit_code, error.problems)
     return error.exit_code
 
 
-def _asks_for_json(words: Sequence[str]) -> bool:
-    """True for `trainer --json COMMAND`, and for a command's own `--json` that prints its result so.
+def asks_for_json(words: Sequence[str]) -> bool:
+    """True for `trainer --json COMMAND`, and for a command's own `--json` that prints its result so; of
+    `trainer preflight -- WORDS` for such WORDS.
 
     The words are looked at by themselves: they may be what cannot be understood.
     """
     command = next((place for place, word in enumerate(words) if not word.startswith("-")), len(words))
+    if [*words[command : command + 1]] == ["preflight"] and "--json" not in words[:command]:
+        return asks_for_json([word for word in words[command + 1 :] if word != "--"])
     own = command < len(words) and words[command] in PRINT_JSON
     return "--json" in (words if own else words[:command])
 

@@ -9,6 +9,9 @@ import click
 from trainer.cli.options import GivenPath
 from trainer.cli.output import say, shown_below_options
 
+NO_RUN = "no-run"
+"""File in the runtime folder where a container's command is no run: it writes no status."""
+
 
 @shown_below_options
 @click.command()
@@ -32,6 +35,9 @@ def health(context: click.Context, runtime_dir: Path | None) -> None:
 
     directory = environment.runtime_dir() if runtime_dir is None else runtime_dir
     ranks = read_ranks(directory)
+    if ranks[0] is None and (directory / NO_RUN).exists():
+        say("healthy: no run: this container does something else")
+        return
     killed = ranks[0] is not None and was_killed(directory, ranks[0])
     judged = KILLED if killed else verdict_of_ranks(ranks, time.monotonic())
     say(f"{'healthy' if judged.healthy else 'unhealthy'}: {judged.reason}")

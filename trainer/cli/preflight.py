@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainer.cli.output import say, shown_below_options
+from trainer.cli.health import NO_RUN
+from trainer.cli.output import print_error, say, shown_below_options
 
 if TYPE_CHECKING:
     from trainer.cli.places import Place
@@ -40,19 +42,37 @@ def preflight(words: tuple[str, ...]) -> int:
     """
     from trainer.cli.other_hosts import tell_end, telling
 
+    given = words
     while words[:1] == ("--json",):  # an option of `trainer` itself, before its command
         words = words[1:]
     place = _place(words)
     with telling(place.hosts):
         errors = _judged(words, place)
     if not errors:
+        _expect(words)
         return 0
-    from trainer.cli.errors import error_text
+    from trainer.cli.errors import asks_for_json, error_text
 
     for error in errors:
         click.echo(error_text(error), err=True)
+    if asks_for_json(given):
+        print_error(errors[0].exit_code, [problem for error in errors for problem in error.problems])
     tell_end(place.hosts, errors[0].exit_code, errors[0].problems[0].what)
     return errors[0].exit_code
+
+
+def _expect(words: Sequence[str]) -> None:
+    """Leave word for `trainer health` that this container has no run, so that nobody waits for a heartbeat
+    of a download or of the studio; or take it back.
+    """
+    from trainer.config import environment
+
+    mark = environment.runtime_dir() / NO_RUN
+    with contextlib.suppress(OSError):  # whoever needs the folder says what is wrong with it
+        if words and words[0] not in ON_MACHINE:
+            mark.touch()
+        else:
+            mark.unlink(missing_ok=True)
 
 
 def _place(words: Sequence[str]) -> Place:

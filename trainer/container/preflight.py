@@ -21,6 +21,8 @@ from trainer.planning import torch_and_driver
 from trainer.planning.torch_and_driver import require_memory_kind
 from trainer.words.sizes import gib
 
+_OWN_LAYER = frozenset({"overlay", "fuse.fuse-overlayfs"})
+"""File systems of a container's own layer: of Docker, and of Podman without root."""
 _CHOWN_NOTE = "(that is its path on its disk: where you mounted another one, chown that)"
 
 
@@ -103,7 +105,7 @@ def warnings(surroundings: Surroundings) -> Iterator[str]:
     """Folders in the container's own layer: the run works, and its results are gone with the container."""
     for folder in surroundings.folders:
         mount = holding(folder.existing, surroundings.mounts)
-        if folder.is_result and not folder.error and mount is not None and mount.kind == "overlay":
+        if folder.is_result and not folder.error and mount is not None and mount.kind in _OWN_LAYER:
             yield (
                 f"{folder.path} is not on a mounted folder: what the run writes is gone with the container;"
                 f" {_writable_remedy(folder, None, '')}"

@@ -165,6 +165,9 @@ def names_beside(target: Path) -> tuple[Path, Path]:
 
 def _clear(left: Path) -> None:
     """Remove what a killed `whole_folder` left. Raises StorageError where it stays: before any work."""
+    with contextlib.suppress(OSError):  # told below
+        if left.is_symlink():
+            left.unlink()
     shutil.rmtree(left, ignore_errors=True)
     if os.path.lexists(left):
         what, remedy = "what a killed start left here cannot be removed", "remove it or move it away"
@@ -197,9 +200,13 @@ def put_back(target: Path) -> bool:
 
 def remove_folder(folder: Path) -> bool:
     """Remove a folder that need not be there; False where some of it stays for a later call: of a network's
-    file system that which a process has open, else files that come while it is removed. Raises StorageError.
+    file system that which a process has open, else files that come while it is removed. Of a link to a folder
+    that somebody moved the link alone goes. Raises StorageError.
     """
     with no_space_told(folder):
+        if folder.is_symlink():
+            folder.unlink(missing_ok=True)
+            return True
         for _ in range(_TRIES):
             try:
                 shutil.rmtree(folder)

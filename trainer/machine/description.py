@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.machine.idle import read_gpu
@@ -28,9 +29,11 @@ class Machine:
     """Year and month of the measurement: 2026-11."""
 
 
-def describe(month: str | None = None) -> Machine:
-    """This machine; `month` in place of the clock's."""
-    found = read_gpu()
+def describe(month: str | None = None, *, gpus: Sequence[str] | None = None) -> Machine:
+    """This machine; `month` in place of the clock's, and of the GPUs with these names for nvidia-smi the
+    first one: the first visible one if not given, none of an empty list.
+    """
+    found = None if gpus == [] else read_gpu(gpus[0] if gpus else None)
     gpu = None if found is None else found[0]
     names = ("diffusers", "transformers", "peft")
     return Machine(

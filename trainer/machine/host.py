@@ -12,6 +12,9 @@ from trainer.machine.facts import HostMemory, Version, version_from
 
 # cgroup v1 writes "no limit" as the largest page-aligned integer
 _V1_UNLIMITED_BYTES = 1 << 60
+# lines of memory.stat and their signs: pages of files go before anything is killed, but for those not written
+_CACHE = {"inactive_file": 1, "active_file": 1, "file_dirty": -1, "file_writeback": -1}
+_V1_CACHE = {"inactive_file": 1, "active_file": 1, "dirty": -1, "writeback": -1}
 
 
 def parse_meminfo(text: str) -> dict[str, int]:
@@ -50,14 +53,14 @@ def cgroup_limits(root: Path, self_cgroup: str) -> list[tuple[int, int]]:
         controllers: path for _, controllers, path in re.findall(r"^(\d+):([^:]*):(.*)$", self_cgroup, re.M)
     }
     if (root / "cgroup.controllers").exists():
-        return _limits(root, paths.get("", "/"), ("memory.max", "memory.current", "inactive_file"))
+        return _limits(root, paths.get("", "/"), ("memory.max", "memory.current", _CACHE))
     v1_path = next((path for names, path in paths.items() if "memory" in names.split(",")), "/")
-    files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    return _limits(root / "memory", v1_path, files)
+    of_all = {f"total_{name}": sign for name, sign in _V1_CACHE.items()}
+    return _limits(root / "memory", v1_path, ("memory.limit_in_bytes", "memory.usage_in_bytes", of_all))
 
 
-def _limits(root: Path, path: str, files: tuple[str, str, str]) -> list[tuple[int, int]]:
-    limit_name, usage_name, cache_name = files
+def _limits(root: Path, path: str, files: tuple[str, str, Mapping[str, int]]) -> list[tuple[int, int]]:
+    limit_name, usage_name, cache = files
     # in a container the path of the host's tree does not exist below the root: the root is the own group then
     folder = root / path.lstrip("/")
     limits = []
@@ -65,7 +68,8 @@ def _limits(root: Path, path: str, files: tuple[str, str, str]) -> list[tuple[in
         limit, usage = _number(group / limit_name), _number(group / usage_name)
         if limit is not None and usage is not None and limit < _V1_UNLIMITED_BYTES:
             stat = dict(re.findall(r"^(\w+) (\d+)$", read_text(group / "memory.stat"), re.M))
-            limits.append((limit, max(0, usage - int(stat.get(cache_name, 0)))))
+            can_go = sum(sign * int(stat.get(name, 0)) for name, sign in cache.items())
+            limits.append((limit, max(0, usage - max(0, can_go))))
         if group == root:
             break
     return limits

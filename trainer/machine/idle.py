@@ -131,7 +131,8 @@ def ask(name: str, query: str) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     except subprocess.CalledProcessError as error:
         said = (error.stdout or error.stderr).strip()
-        raise HardwareError(f"nvidia-smi failed: {said}", where=f"GPU {name}") from error
+        remedy = "try `nvidia-smi`; TRAINER_PROFILE=cpu asks for no GPU"
+        raise HardwareError(f"nvidia-smi failed: {said}", where=f"GPU {name}", remedy=remedy) from error
     except subprocess.TimeoutExpired as error:
         raise HardwareError("nvidia-smi does not answer", where=f"GPU {name}") from error
 

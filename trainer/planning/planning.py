@@ -290,10 +290,10 @@ def may_be_planned(
     sources = dict.fromkeys((f"features.{name}" for name in written), "the run's configuration")
     try:
         facts = facts or machine_facts()
-        memory = dataclasses.replace(facts.memory, available_bytes=facts.memory.total_bytes)
         asked = with_settings(Loaded(config=config, sources=sources, hosts=hosts), values)
         changed = continued(asked)
-        plan_run(changed, dataclasses.replace(facts.idle(), memory=memory), requested_profile())
+        alone = dataclasses.replace(facts.idle(), memory=facts.memory.idle())
+        plan_run(changed, alone, requested_profile())
     except TrainerError:
         return False
     return True

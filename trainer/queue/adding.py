@@ -182,8 +182,7 @@ def _seconds(loaded: Loaded, facts: Facts, gpus: Sequence[str], count: int) -> f
 
 def _alone(facts: Facts, gpus: Sequence[str], count: int) -> Facts:
     """The machine with its memory free, and with these GPUs, or any so many, alone."""
-    memory = dataclasses.replace(facts.memory, available_bytes=facts.memory.total_bytes)
-    alone = dataclasses.replace(facts.idle(), memory=memory)
+    alone = dataclasses.replace(facts.idle(), memory=facts.memory.idle())
     if gpus == (CPU,):
         alone = dataclasses.replace(alone, gpus=())
     elif alone.gpus:

@@ -235,9 +235,9 @@ def test_every_family_takes_the_layer(family: str, tmp_path: Path) -> None:
 
 def test_the_recorded_command_names_no_folder_of_this_machine() -> None:
     given = ["flux1_dev", "--base", "/home/me/base", "--record", "/tmp/x.json", "--set", "a.b=[1, 2]"]
-    assert train.recorded_command(given) == (
-        "python -m bench train flux1_dev --base BASE --record FILE --set 'a.b=[1, 2]'"
-    )
+    said = "python -m bench train flux1_dev --base BASE --record FILE --set 'a.b=[1, 2]'"
+    assert train.recorded_command(given) == said
+    assert train.recorded_command(["flux1_dev", "--base=/home/me/base", *given[3:]]) == said
 
 
 def test_an_unknown_variant_is_named(capsys: pytest.CaptureFixture[str]) -> None:

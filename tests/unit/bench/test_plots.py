@@ -83,6 +83,7 @@ def test_steps_of_several_gpus_are_drawn_as_work_beside_one_gpus() -> None:
     table = Table(title="x", text="", machine=machine, command="", columns=columns, rows=tuple(rows))
     assert page.scaled(table)
     assert not page.scaled(dataclasses.replace(table, rows=tuple(rows[:2])))
+    assert not page.scaled(dataclasses.replace(table, rows=tuple(rows[4:])))
     equal, *found = plots.scaling(table).axes[0].lines
     assert (list(equal.get_xdata()), list(equal.get_ydata())) == ([1, 4], [1, 4])
     assert {line.get_label(): dict(zip(*line.get_data(), strict=True)) for line in found} == {

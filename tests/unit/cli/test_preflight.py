@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import tempfile
@@ -374,6 +375,43 @@ def test_what_the_plan_refuses_is_refused_here(ask: Ask, tmp_path: Path) -> None
     for before in ((), ("--json",)):
         code, _, err = ask(machine("h200"), *before, "train", str(tmp_path / "absent.yaml"))
         assert code == 78 and "absent.yaml: no such file" in err
+
+
+def test_what_is_refused_is_told_as_json_where_that_is_asked_for(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an error that was raised, and by one that was found: the command itself never starts."""
+
+    def told(facts: Facts, *words: str) -> tuple[int, str]:
+        code, out, err = ask(facts, "--json", *words)
+        error = json.loads(out)["error"]
+        assert error["exit_code"] == code and error["problems"][0]["what"] in " ".join(err.split())
+        return code, error["problems"][0]["where"]
+
+    small = with_gpu(machine("rtx-4090"), total_memory_bytes=4 * 1024**3)
+    assert told(small, *train(tmp_path))[0] == 69
+    absent = str(tmp_path / "absent.yaml")
+    assert told(machine("h200"), "train", absent) == (78, absent)
+    assert ask(small, *train(tmp_path))[:2] == (69, "")
+    mounts(monkeypatch, tmp_path, ("/app/data", "/home/me/data"))
+    assert told(machine("h200"), *train(tmp_path)) == (78, "/app/data")
+
+
+def test_a_container_without_a_run_waits_for_no_heartbeat(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runtime = tmp_path / "runtime"
+    monkeypatch.setenv("TRAINER_RUNTIME_DIR", str(runtime))
+    ask(machine("h200"), "doctor")  # no folder is made for it
+    assert not runtime.exists()
+    runtime.mkdir()
+    assert main(["health"]) == 1
+    ask(machine("h200"), "doctor")
+    capfd.readouterr()
+    assert main(["health"]) == 0
+    assert capfd.readouterr().out == "healthy: no run: this container does something else\n"
+    ask(machine("h200"), *train(tmp_path))
+    assert main(["health"]) == 1
 
 
 @pytest.mark.parametrize(

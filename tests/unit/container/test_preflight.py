@@ -278,6 +278,8 @@ def test_results_that_go_with_the_container() -> None:
         "/output/lora is not on a mounted folder: what the run writes is gone with the container;"
         ' mount a folder there: docker run -v "$PWD/output":/output'
     ]
+    podman = Surroundings(user="1:1", mounts=(mount("/", kind="fuse.fuse-overlayfs"),), folders=(kept,))
+    assert len(list(warnings(podman))) == 1
     assert list(warnings(around(mount("/output"), folders=(kept,)))) == []
     assert list(warnings(around(folders=(dataclasses.replace(kept, is_result=False),)))) == []
     on_a_host = Surroundings(user="1:1", mounts=(mount("/"),), folders=(kept,))

@@ -379,3 +379,23 @@ def test_a_copy_names_the_file_whose_disk_failed(tmp_path: Path) -> None:
     with pytest.raises(NoSpaceError, match="while writing it") as caught:
         atomic.copy_file(source, Path("/dev/full"))
     assert caught.value.problems[0].where == "/dev/full"
+
+
+def test_a_folder_that_was_moved_and_linked_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    """Somebody whose disk gets full does so."""
+    larger = tmp_path / "larger"
+    fill(larger, "old")
+    target = tmp_path / "run" / "model"
+    target.parent.mkdir()
+    target.symlink_to(larger)
+    fill(target, "new")
+    assert (target / "file").read_text() == "new" and not target.is_symlink()
+    assert (larger / "file").read_text() == "old" and names(target.parent) == ["model"]
+    link = tmp_path / "run" / "step-1"
+    link.symlink_to(larger)
+    assert atomic.remove_folder(link) and names(target.parent) == ["model"]
+    (target.parent / ".model.old").symlink_to(larger)  # as an older version left it
+    assert atomic.put_back(target) is False
+    (target.parent / "model.tmp").symlink_to(larger)
+    fill(target, "newer")
+    assert (larger / "file").read_text() == "old" and names(target.parent) == ["model"]

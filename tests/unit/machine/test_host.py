@@ -52,6 +52,24 @@ def test_cgroup_v2_limit_of_a_parent_counts_and_page_cache_does_not(tmp_path: Pa
     assert found.available_bytes == (8 - (5 - 2)) * 1024**3
 
 
+def test_page_cache_that_was_read_twice_can_go_and_what_is_to_be_written_cannot(tmp_path: Path) -> None:
+    """The kernel takes active pages of files too before it kills, as MemAvailable counts them."""
+    gib = 1024**3
+    root = tmp_path / "cgroup"
+    write(root / "cgroup.controllers", "cpu memory")
+    write(root / "memory.max", str(64 * gib))
+    write(root / "memory.current", str(50 * gib))
+    lines = {"inactive_file": 4, "active_file": 44, "file_dirty": 2, "file_writeback": 1}
+    write(root / "memory.stat", "".join(f"{name} {size * gib}\n" for name, size in lines.items()))
+    assert memory(tmp_path).available_bytes == (64 - (50 - 45)) * gib
+    (root / "cgroup.controllers").unlink()
+    write(root / "memory/memory.limit_in_bytes", str(64 * gib))
+    write(root / "memory/memory.usage_in_bytes", str(50 * gib))
+    names = {"total_inactive_file": 4, "total_active_file": 44, "total_dirty": 2, "total_writeback": 1}
+    write(root / "memory/memory.stat", "".join(f"{name} {size * gib}\n" for name, size in names.items()))
+    assert memory(tmp_path, "4:memory:/\n").available_bytes == (64 - (50 - 45)) * gib
+
+
 def test_cgroup_v1_in_a_container_sees_its_own_group_at_the_root(tmp_path: Path) -> None:
     root = tmp_path / "cgroup/memory"
     write(root / "memory.limit_in_bytes", str(4 * 1024**3))

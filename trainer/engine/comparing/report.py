@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer.engine.comparing import verdicts
+from trainer.engine.comparing import child, verdicts
 from trainer.engine.comparing.differences import sentences
 from trainer.engine.comparing.plot import write_plot
 from trainer.engine.comparing.rounds import Extent, Outcome
@@ -183,7 +183,8 @@ def write_files(
     if record is not None:
         lengths = [f"--{name} {value}" for name, value in vars(extent).items() if value or name == "rounds"]
         command = " ".join(["trainer", "compare", *words, *lengths])
-        table = table_of(variants, outcome, extent, machine=describe(), command=command)
+        machine = describe(gpus=child.gpus_of(variants[0].plan))
+        table = table_of(variants, outcome, extent, machine=machine, command=command)
         record.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(record, measurement.to_json(table))
     if plot is not None:
