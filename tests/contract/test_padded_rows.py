@@ -53,9 +53,8 @@ def run_counted(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], l
     return tokens, graphs
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.slow) if way != "LoRA" else way for way in WAYS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 def test_padded_rows_are_the_run_without_padding(
     way: str, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

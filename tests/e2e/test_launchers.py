@@ -178,7 +178,12 @@ def test_an_error_of_one_rank_is_told_once_and_ends_all(fork_ranks: Start, tmp_p
             "parallel.gpus is 2, and the launcher started 1 (by accelerate launch, ACCELERATE_DYNAMO_MODE)",
             marks=pytest.mark.slow,
         ),
-        (accelerate(2, "--cpu"), (TWO,), "was told to start several processes, and started one"),
+        pytest.param(
+            accelerate(2, "--cpu"),
+            (TWO,),
+            "was told to start several processes, and started one",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             torchrun(3),
             (),

@@ -115,9 +115,10 @@ def positions_of(said: Mapping[str, Any]) -> int | None:
         return None
     ropes = scaling if isinstance(scaling, Mapping) else {}
     factor, kind = ropes.get("factor"), ropes.get("rope_type") or ropes.get("type")
-    # of other kinds the number is that of the scaled positions
+    # of other kinds the number is that of the scaled positions; of YaRN it may be, and the first one is told
     stretches = kind in ("linear", "dynamic", "yarn") and isinstance(factor, int | float)
-    return math.floor(most * factor) if factor and stretches else most
+    first = ropes.get("original_max_position_embeddings") if kind == "yarn" else None
+    return math.floor((first or most) * factor) if factor and stretches else most
 
 
 def _head_width(config: Mapping[str, Any]) -> int:

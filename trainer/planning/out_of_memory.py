@@ -111,5 +111,7 @@ def _changes(phase: Phase | None, config: RunConfig, plan: Plan) -> Iterator[tup
             if needs_whole_base(config):
                 yield "lora.type", ("lora",)
             yield "features.weights", plan.way.smaller
-    # the plan then chooses what needs less, without being told how
-    yield "features.memory_budget", (f"{0.95 * plan.budget_bytes / GIB:.1f}GiB",)
+    # the plan then chooses what needs less than was predicted, without being told how
+    needed = memory.total(plan.cache_memory if phase is Phase.CACHE else plan.train_memory)
+    if needed == plan.peak_bytes:
+        yield "features.memory_budget", (f"{0.95 * min(needed, plan.budget_bytes) / GIB:.1f}GiB",)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,22 @@ def _told(family: Family, loaded: Loaded, folder: Path | None) -> tuple[str, ...
     of_base = check_base(family, loaded, folder) if folder is not None else ()
     known = folder or CONFIGS / family.name
     require_shift(family, loaded, known)
-    return (*of_base, *without_effect(family, loaded, known))
+    return (
+        *of_base,
+        *_of_another_base(family, loaded.config, folder),
+        *without_effect(family, loaded, known),
+    )
+
+
+def _of_another_base(family: Family, config: RunConfig, folder: Path | None) -> Iterator[str]:
+    """A warning where nothing is here of a base that is not the one whose sizes are committed."""
+    key = "pretrained_model_name_or_path"
+    ours, named = family.defaults["model"][key], vars(config.model)[key]
+    if folder is None and named != ours:
+        yield (
+            f"nothing of {named} is here yet: sizes, memory, download and time are those of {ours}; its own"
+            " are known once its configuration is here, which `trainer train` gets before it plans"
+        )
 
 
 def _interface(hosts: Hosts) -> str:

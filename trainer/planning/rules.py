@@ -26,6 +26,7 @@ from trainer.planning.choose import attention, candidates, loading, optimizers, 
 from trainer.planning.choose.situation import Situation
 from trainer.planning.shapes.adapters import needs_whole_base
 from trainer.planning.shapes.run_shapes import CONFIGS
+from trainer.telemetry.run_folder.plan import PLAN_FILE
 from trainer.ways.storages import WAYS, multiplied_in
 from trainer.words import extras
 
@@ -241,6 +242,10 @@ def _refused(key: str, why: Why, remedy: str | Callable[[Situation], str] = "") 
         found = why(at)
         if found:
             advice = remedy if isinstance(remedy, str) else remedy(at)
+            if at.goes_on and Path(at.source(key)).name == PLAN_FILE:  # nobody wrote it
+                advice = (
+                    "the run began with it: go on on such a machine, or start afresh in another output_dir"
+                )
             yield {"key": key, "why": str(found), "remedy": advice or f"leave {key} out"}
 
     return Rule((key,), clashes, "{key}: {why}", "{remedy}")

@@ -63,18 +63,21 @@ def survives(folder: Path, name: str, raw: bytes) -> None:
     assert "\n".join(lines(report, translated=True)) and json.loads(as_json(report))
 
 
+@pytest.mark.slow
 @settings(max_examples=1000)
 @given(name=st.sampled_from(NAMES), raw=st.binary(max_size=60) | letters.map(str.encode))
 def test_any_file(folder: Path, name: str, raw: bytes) -> None:
     survives(folder, name, raw)
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(name=st.sampled_from(NAMES), text=near)
 def test_any_file_that_is_nearly_one(folder: Path, name: str, text: str) -> None:
     survives(folder, name, text.encode())
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(name=st.sampled_from(("a.json", "a.yaml")), tree=trees)
 def test_any_json(folder: Path, name: str, tree: object) -> None:

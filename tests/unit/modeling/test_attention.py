@@ -191,7 +191,9 @@ def test_cudnn_sees_one_layout_forward_and_backward(kernel: str, monkeypatch: py
         pytest.param("math", ["single_transformer_blocks"], marks=pytest.mark.slow),
         pytest.param("cudnn", ["transformer_blocks"], marks=pytest.mark.slow),
         ("cudnn_strided", ["single_transformer_blocks"]),
-        ("flash_attn_4", ["transformer_blocks", "single_transformer_blocks"]),
+        pytest.param(
+            "flash_attn_4", ["transformer_blocks", "single_transformer_blocks"], marks=pytest.mark.slow
+        ),
     ],
     ids=["math", *CUDNN, "flash_attn_4"],
 )

@@ -121,8 +121,9 @@ def test_blocks_come_in_the_order_in_which_they_are_counted(name: str) -> None:
     assert list(dict.fromkeys(found)) == counted(FAMILIES[name].counted_as(model.config))["stacks"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("waiting", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("waiting", [0, 2])
 def test_compiled_blocks_with_joined_layers_recompute(waiting: int) -> None:
     """One graph for blocks whose inputs have gradients, and one for those that wait."""
     one, other = (case("llama", changes={"num_hidden_layers": 4}) for _ in range(2))

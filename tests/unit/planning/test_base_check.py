@@ -369,6 +369,17 @@ def test_a_window_shorter_than_a_conversation_is_refused(
         ({"max_position_embeddings": 128, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, None),
         ({"max_position_embeddings": 128, "rope_scaling": {"type": "linear", "factor": 2.0}}, 256),
         ({"max_position_embeddings": 256, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 256),
+        # published bases with YaRN say the scaled positions, or the first ones, or both
+        *(
+            (
+                {
+                    "max_position_embeddings": said,
+                    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+                },
+                256,
+            )
+            for said in (64, 256)
+        ),
         ({"max_position_embeddings": None}, None),
     ],
     ids=str,

@@ -121,6 +121,11 @@ def test_products_stay_as_they_were(load: Load, tmp_path: Path, began: str) -> N
     assert found.sources["features.compute"] == str(tmp_path / "plan.json")
     facts = matmuls(machine("rtx-4090"), bf16=2.0, fp8=1.0)
     assert plan_run(found, facts, find_model=lambda _: None).compute == began
+    if began == "fp8":  # nobody wrote it, and the checkpoint would refuse another
+        with pytest.raises(
+            HardwareError, match="go on on such a machine, or start afresh in another output_dir"
+        ):
+            plan_run(found, machine("a100-80gb"), find_model=lambda _: None)
     assert continued(load("features.compute=fp8")).config.features.compute == "fp8"
     assert continued(load("features.weights=int8")).config.features.compute == "auto"
 

@@ -233,6 +233,20 @@ def scratch(tiny_flux1_dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return base
 
 
+def test_a_base_that_is_not_here_is_told_to_have_another_ones_sizes(config: Config) -> None:
+    def warned(name: str) -> list[str]:
+        loaded = Loaded(config=config(model__pretrained_model_name_or_path=name), sources={})
+        warnings = plan_run(loaded, machine("h200"), find_model=lambda _: None).warnings
+        return [one for one in warnings if "nothing of" in one]
+
+    ours = FLUX.defaults["model"]["pretrained_model_name_or_path"]
+    assert warned(ours) == []
+    (told,) = warned("owner/larger")
+    assert told.startswith(
+        f"nothing of owner/larger is here yet: sizes, memory, download and time are those of {ours}"
+    )
+
+
 @pytest.mark.slow
 def test_what_trains_from_nothing_is_planned_from_its_config(
     config: Config, scratch: Path, tiny_flux1_dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

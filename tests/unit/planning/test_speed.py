@@ -247,6 +247,12 @@ def test_an_imposed_budget_on_shared_memory_leaves_the_headroom(config: Config, 
     assert plan(config(features__memory_budget="10GiB"), facts, geometry).budget_bytes == 10 * GIB
     with pytest.raises(HardwareError, match=r"is more than .* has to give, 10\.00 GiB"):
         plan(config(features__memory_budget="11GiB"), facts, geometry)
+    full = dataclasses.replace(spark, memory=dataclasses.replace(busy, available_bytes=15 * GIB))
+    with pytest.raises(
+        HardwareError, match=r"0\.00 GiB \(15\.0 GiB available now, less .* headroom"
+    ) as caught:
+        plan(config(features__memory_budget="11GiB"), full, geometry)
+    assert "write at most" not in str(caught.value)
 
 
 def test_an_imposed_budget_does_not_lift_the_cap_of_shared_memory(config: Config, geometry: Geometry) -> None:

@@ -163,6 +163,11 @@ def test_graphs_that_cannot_be_had_are_refused(config: Config, geometry: Geometr
     uncompiled = refusal(machine("h200"), geometry, features__compile=False)
     assert "features.cuda_graphs: only with compiled blocks" in uncompiled
     assert "or write features.compile: true" in uncompiled
+    # what would be refused in its turn is not advised
+    with pytest.raises(HardwareError) as caught:
+        plan(config(features__cuda_graphs=True, features__weights="fp8"), machine("a100-80gb"), geometry)
+    assert "fp8 weights cannot be compiled" in str(caught.value)
+    assert "features.compile: true" not in str(caught.value)
     assert "features.cuda_graphs: a CPU has no CUDA graphs" in refusal(
         machine("cpu"), geometry, features__compile=True
     )

@@ -12,6 +12,8 @@ from trainer.planning.plan import Decision
 from trainer.words.sizes import GIB, gib, size_bytes
 
 KEY, KEEP_KEY = "features.memory_budget", "data.cache_in_memory"
+_LEAST_WRITTEN = GIB // 10
+"""A budget of less is no advice."""
 _AS_GOOD_AS = 0.99
 """A card of 24 GB has 23.99 GiB: who writes 24GiB means all of it."""
 # of a budget; measured peaks were up to 2.4 % above predicted ones
@@ -62,8 +64,10 @@ def budget(situation: Situation) -> Budget:
     if imposed:
         source, most, wanted = situation.source(KEY), min(most, cap), size_bytes(asked)
         if most < wanted * _AS_GOOD_AS:
-            what = f"{asked} is more than {situation.gpu} has to give, {most / GIB:.2f} GiB"
-            raise situation.refuse(KEY, what, f"leave {KEY} out, or write at most {most * 10 // GIB / 10}GiB")
+            why = f" ({reason})" if profile.headroom_bytes is not None else ""
+            what = f"{asked} is more than {situation.gpu} has to give, {most / GIB:.2f} GiB{why}"
+            less = f", or write at most {most * 10 // GIB / 10}GiB" if most >= _LEAST_WRITTEN else ""
+            raise situation.refuse(KEY, what, f"leave {KEY} out{less}")
         size, reason = min(wanted, most), f"imposed, of {gib(total)}"
         if most < wanted:
             reason = f"imposed: of the {asked} that were written {most / GIB:.2f} GiB are there"

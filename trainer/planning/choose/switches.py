@@ -9,6 +9,7 @@ from trainer.planning.plan import Decision, on_off
 from trainer.planning.shapes.adapters import plain_path
 from trainer.planning.shapes.mix import padded_row
 from trainer.ways.kernels import KERNELS
+from trainer.ways.storages import Way
 
 COMPILE_SECONDS = 45
 """Seconds that compiling a model's blocks costs, about: a run that gains less stays eager.
@@ -95,7 +96,7 @@ def cuda_graphs(situation: Situation, storage: Storage, *, filled: float) -> Dec
         full = f"{filled:.0%} of the budget is filled"
         obstacle = f"{full}, and what graphs hold cannot be given back in pieces"
     reason = "thousands of launches become one: the host's speed does not matter"
-    return _switch(situation, key, obstacle, reason)
+    return _switch(situation, key, obstacle, reason, storage.way)
 
 
 def text_padding(situation: Situation, storage: Storage) -> Decision:
@@ -114,7 +115,7 @@ def text_padding(situation: Situation, storage: Storage) -> Decision:
     elif obstacle and situation.asked(key) == "auto":
         obstacle = "blocks that are not compiled take every length as it comes"
     reason = "captions become 64, 128, 256, 384, 512 ... tokens long, which attention leaves out"
-    return _switch(situation, key, obstacle, reason)
+    return _switch(situation, key, obstacle, reason, storage.way)
 
 
 def _row_padding(situation: Situation, storage: Storage) -> Decision:
@@ -134,14 +135,20 @@ def _row_padding(situation: Situation, storage: Storage) -> Decision:
         f"row padded to {tokens} tokens (one graph for all packings); usually 1 to 8% of it is padding, the"
         " log tells this set's share"
     )
-    return _switch(situation, key, obstacle, reason)
+    return _switch(situation, key, obstacle, reason, storage.way)
 
 
-def _switch(situation: Situation, key: str, obstacle: str, reason: str) -> Decision:
+def _switch(situation: Situation, key: str, obstacle: str, reason: str, way: Way) -> Decision:
     """`on` or `off` as written, and by itself on where there is no obstacle."""
     asked = situation.asked(key)
     if asked is True and obstacle:
-        instead = ", or write features.compile: true" if obstacle == _NEEDS_COMPILED else ""
+        instead = ""
+        if obstacle == _NEEDS_COMPILED:
+            cannot = compile_obstacle(situation)
+            if not cannot and situation.on_gpu and situation.facts.gpu.capability < way.least_compiled:
+                cannot = f"blocks with {way.weights} weights cannot be compiled on {situation.gpu}"
+            obstacle = f"{obstacle}: {cannot}" if cannot else obstacle
+            instead = "" if cannot else ", or write features.compile: true"
         raise situation.refuse(key, obstacle, f"leave {key} out{instead}")
     return situation.decide(key, on_off(not obstacle if asked == "auto" else asked), obstacle or reason)
 
