@@ -126,6 +126,7 @@ def _conversations(config: RunConfig) -> Counted | None:
             return None
         if found is None:
             return None
+        found = _left(found, config)
         rows += len(found)
         epoch += one.repeats * len(found)
         size += one.repeats * sum(found)
@@ -135,6 +136,14 @@ def _conversations(config: RunConfig) -> Counted | None:
         return None
     tokens = size / BYTES_A_TOKEN * left / epoch
     return Counted(samples=rows, held_out=held_out, in_epoch=left, tokens=tokens)
+
+
+def _left(sizes: Sequence[int], config: RunConfig) -> list[int]:
+    """Bytes of the conversations that a run is left with, about, where too long ones are skipped or cut."""
+    most = round(config.data.max_sequence_length * BYTES_A_TOKEN)
+    if config.data.on_long == "skip":
+        return [size for size in sizes if size <= most]
+    return [min(size, most) if config.data.on_long == "cut" else size for size in sizes]
 
 
 def _row_sizes(one: DataSet) -> list[int] | None:

@@ -157,6 +157,22 @@ def test_conversations_are_counted_about(config: Config, geometry: Geometry, tmp
     assert count(named) == count(asked) is not None
 
 
+@pytest.mark.parametrize(
+    ("on_long", "samples", "tokens"), [("error", 12, 8250), ("cut", 12, 750), ("skip", 10, 500)]
+)
+def test_what_is_too_long_is_counted_as_it_is_learned(
+    on_long: str, samples: int, tokens: int, config: Config, tmp_path: Path
+) -> None:
+    """Ten conversations of 50 tokens, and two of about 4,000 of which 125 are possible."""
+    file = tmp_path / "c.jsonl"
+    rows = [json.dumps({"text": "x" * 188})] * 10 + [json.dumps({"text": "y" * 15_500})] * 2
+    file.write_text("\n".join(rows))
+    asked = config(data__max_sequence_length=125, data__on_long=on_long, validation__held_out=0)
+    found = count(with_sets(asked, DataSet(chat_file=file)))
+    assert found is not None and found.samples == found.in_epoch == samples
+    assert found.tokens == pytest.approx(tokens, rel=0.01)
+
+
 @pytest.mark.parametrize("listed", [False, True])
 def test_conversations_of_a_table_with_other_names_are_counted(
     listed: bool, config: Config, tmp_path: Path
