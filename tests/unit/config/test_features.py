@@ -67,6 +67,7 @@ def test_contradictions(features: str, method: str, says: str, tmp_path: Path) -
     [
         "compute: fp8",
         "compute: fp8, weights: fp8",
+        "weights: nf4, modulation: auto, weight_gradient: auto",
         "compute: bf16, weights: fp8",
         "activation_budget: 1, compile: false, activation_checkpointing: true",
         "activation_budget: 0.3, activation_checkpointing: false, compile: true",

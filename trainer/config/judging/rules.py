@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -98,8 +99,13 @@ def _without_effect(context: Context) -> Iterator[Clash]:
     for keys, applies, why, remedy in _UNUSED:
         if applies(context.config):
             for key in filter(context.written, keys):
-                if key not in told_by_plan:
+                # `auto` over another layer's value leaves the key out
+                if key not in told_by_plan and _value(context.config, key) != "auto":
                     yield {"key": key, "why": why, "remedy": remedy}
+
+
+def _value(config: RunConfig, key: str) -> object:
+    return functools.reduce(lambda found, name: vars(found)[name], key.split("."), config)
 
 
 def _talks(config: RunConfig) -> bool:
