@@ -38,7 +38,7 @@ FEATURES = (
     "features.block_swap=0 features.vae_tiling=false features.memory_budget=20GiB",
     "features.compile=false features.memory_budget=16GiB",
 )
-SUGGESTED = re.compile(r"\b((?:lora|features|data|train|method)[a-z_.]*): ([^\s,;()]+)")
+SUGGESTED = re.compile(r"\b((?:lora|features|data|train|method|model|parallel)[a-z_.]*): ([^\s,;()]+)")
 
 
 def loaded(name: str, *overrides: str) -> Loaded | None:

@@ -1,0 +1,88 @@
+"""Suggestions where a run does not fit: the nearest change is among them, and each fits as it says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.unit.planning.conftest import machine
+from tests.unit.planning.test_suggestions import SUGGESTED, loaded
+from trainer.errors import HardwareError
+from trainer.planning.planning import plan_run
+from trainer.words.sizes import gib
+
+ONE = re.compile(r"(?:fits with|or) ([^()]+) \(([^()]+)\)")
+
+
+def followed(name: str, computer: str, overrides: str) -> dict[str, str]:
+    """Suggestions with the peaks that they name, each of which a plan of the changed run has too."""
+    asked, facts, written = loaded(name, *overrides.split()), machine(computer), overrides.split()
+    assert asked is not None
+    with pytest.raises(HardwareError) as caught:
+        plan_run(asked, facts, find_model=lambda _: None)
+    found = dict(ONE.findall(caught.value.problems[0].remedy))
+    for changes, peak in found.items():
+        settings = [f"{key}={value}" for key, value in SUGGESTED.findall(changes)]
+        changed = loaded(name, *written, *settings)
+        assert changed is not None, f"{settings} is refused by the configuration"
+        assert gib(plan_run(changed, facts, find_model=lambda _: None).peak_bytes) == peak, changes
+    return found
+
+
+FP8 = "features.weights=fp8 features.block_swap=0 features.memory_budget=20GiB"
+RECOMPUTING = "features.activation_checkpointing=false features.activation_budget=0.5"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "wanted"),
+    [
+        ("qwen_image_lora", "features.compute=fp8 features.block_swap=0", "features.compute: auto"),
+        (
+            "qwen_image_lora",
+            "features.compute=fp8 features.modulation=kept features.block_swap=0",
+            "features.compute: auto and features.modulation: auto",
+        ),
+        (
+            "qwen_image_lora",
+            f"{FP8} features.modulation=int8",
+            "features.weights: nf4 and features.modulation: auto",
+        ),
+        (
+            "qwen_image_lora",
+            f"{FP8} features.compute=fp8",
+            "features.weights: nf4 and features.compute: auto",
+        ),
+        ("llama_full", "train.optimizer=adamw_stochastic_bf16", "method: lora and train.optimizer: adamw"),
+        ("llama_full", "features.compute=fp8", "method: lora"),
+        (
+            "llama_full",
+            "features.compute=fp8 features.weights=bf16",
+            "method: lora and features.compute: auto",
+        ),
+        (
+            "llama_full",
+            "features.compute=fp8 features.weight_gradient=bf16",
+            "method: lora and features.weight_gradient: auto",
+        ),
+        (
+            "flux1_dev_lora",
+            f"{RECOMPUTING} features.weights=fp8 data.resolution=1536",
+            "features.activation_checkpointing: true and features.activation_budget: auto",
+        ),
+    ],
+)
+def test_keys_that_stand_in_the_way_are_changed_too(name: str, overrides: str, wanted: str) -> None:
+    assert wanted in followed(name, "rtx-4090", overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        ("model.dtype=fp32", "model.dtype: auto"),
+        ("features.weights=fp32", "features.weights: auto"),
+        ("model.dtype=fp32 features.weights=fp32", "model.dtype: auto and features.weights: auto"),
+    ],
+)
+def test_bf16_is_named_where_fp32_does_not_fit(overrides: str, wanted: str) -> None:
+    assert wanted in followed("flux1_dev_full", "h200", overrides)
