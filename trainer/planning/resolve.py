@@ -129,7 +129,7 @@ def _with_nearest(
         other = dataclasses.replace(situation, config=changed_by(values))
         return gib(_best(_obeying(other, offload=offload))[0].chosen.peak_bytes)
 
-    least, goes_on = least_imposed(error.least_bytes), situation.goes_on
+    least, goes_on = least_imposed(situation, error.least_bytes), situation.goes_on
     nearest = nearest_fits(situation.config, peak_of, least, goes_on=goes_on)
     remedy = sentence(nearest, goes_on=goes_on)
     if not offload:

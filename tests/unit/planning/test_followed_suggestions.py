@@ -86,3 +86,16 @@ def test_keys_that_stand_in_the_way_are_changed_too(name: str, overrides: str, w
 )
 def test_bf16_is_named_where_fp32_does_not_fit(overrides: str, wanted: str) -> None:
     assert wanted in followed("flux1_dev_full", "h200", overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "most"),
+    [
+        # 23.5 GiB are needed, of which a desktop may have one
+        ("features.compute=fp8 features.memory_budget=22.8GiB", []),
+        ("features.weights=nf4 features.memory_budget=10GiB", ["features.memory_budget: "]),
+    ],
+)
+def test_no_budget_is_more_than_auto_takes(overrides: str, most: list[str]) -> None:
+    found = followed("qwen_image_lora", "rtx-4090", f"{overrides} features.block_swap=0")
+    assert [one[:24] for one in found if "memory_budget" in one] == most

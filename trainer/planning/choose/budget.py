@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from trainer.config.schema import changed
 from trainer.planning.choose import allocator
 from trainer.planning.choose.situation import Situation
 from trainer.planning.cost.memory import HOST_BYTES
@@ -89,9 +90,13 @@ def _processes(situation: Situation) -> str:
     return "the process" if situation.ranks_here == 1 else f"{situation.ranks_here} processes"
 
 
-def least_imposed(peak_bytes: int) -> str:
-    """The smallest budget, as it may be written, within which a run of this predicted peak fits."""
-    return f"{math.ceil(peak_bytes / _FILLED_IMPOSED / GIB * 10) / 10}GiB"
+def least_imposed(situation: Situation, peak_bytes: int) -> str:
+    """The smallest budget, as it may be written, within which a run of this predicted peak fits; empty where
+    it is more than `auto` would take of the device, of which other programs may need the rest.
+    """
+    least = f"{math.ceil(peak_bytes / _FILLED_IMPOSED / GIB * 10) / 10}GiB"
+    by_itself = replace(situation, config=changed(situation.config, {KEY: "auto"}))
+    return least if size_bytes(least) <= budget(by_itself).bytes else ""
 
 
 def kept_samples(
