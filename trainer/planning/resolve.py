@@ -38,6 +38,17 @@ def resolve(machines: Sequence[tuple[Situation, Decision]], changed_by: ChangedB
     `offload` (DISABLE_CPU_OFFLOAD) no weights wait in host memory: ConfigError where a number of blocks was
     written.
     """
+    found = _tried(machines, offload=offload)
+    if found.ways:
+        return _planned(found.ways, found.skipped)
+    last, told = found.nearest
+    if isinstance(told, DoesNotFitError):
+        raise _with_nearest(machines, last.situation, told, changed_by, offload=offload) from None
+    raise told
+
+
+def _tried(machines: Sequence[tuple[Situation, Decision]], *, offload: bool) -> _Tried:
+    """Every way to spread a run that may be taken, and those that may not; raises as `gpus.spreads`."""
     tried: list[tuple[gpus.Spread, HardwareError]] = []
     skipped: list[str] = []
     ways: list[_Way] = []
@@ -59,27 +70,27 @@ def resolve(machines: Sequence[tuple[Situation, Decision]], changed_by: ChangedB
         ways.append(_Way(spread=one, decided=decided, rows=rows, split=split or one.split))
         if decided.is_ideal and len(machines) == 1:
             break  # fewer GPUs would only be slower, and of a full fine-tune more send more
-    if ways and one.situation.config.method == "full":
+    if ways and machines[0][0].config.method == "full":
         # the fewest on which it fits at its best precision
         least = min(way.decided.precision for way in ways)
         count = next(way.spread.situation.ranks for way in ways if way.decided.precision == least)
         fewer = [way for way in ways if way.spread.situation.ranks < count]
         skipped += [way.why_skipped for way in fewer]
         ways = [way for way in ways if way.spread.situation.ranks == count]
-    if ways:
-        return _planned(ways, skipped)
-    # of the preferred kind what needs least; of equal ones the last that was tried
-    last, told = min(reversed(tried), key=lambda refused: (refused[0].kind, _least(refused[1])))
-    if isinstance(told, DoesNotFitError):
-        raise _with_nearest(last.situation, told, changed_by, offload=offload) from None
-    raise told
+    return _Tried(ways=ways, skipped=skipped, refused=tried)
+
+
+def _preferred(ways: Sequence[_Way]) -> _Way:
+    """The best of ways that may be taken, the first of equal ones."""
+    best = ways[0]
+    for way in ways[1:]:
+        best = way if way.decided.is_preferred_to(best.decided) else best
+    return best
 
 
 def _planned(ways: Sequence[_Way], skipped: Sequence[str]) -> Plan:
     """The plan of the best way; of each other kind of GPU the first one is named."""
-    best = ways[0]
-    for way in ways[1:]:
-        best = way if way.decided.is_preferred_to(best.decided) else best
+    best = _preferred(ways)
     worse = [way for way in reversed(ways) if way.spread.kind != best.spread.kind]
     others = {way.spread.kind: way.why_skipped for way in worse}
     made = gpus.row(best.spread, skipped, tuple(others.values()))
@@ -105,6 +116,21 @@ class _Way:
         return f"on {count} {name} with weights in {self.decided.how}, which is less precise or slower"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Tried:
+    """Ways to spread a run that may be taken, and others that were tried."""
+
+    ways: Sequence[_Way]
+    skipped: Sequence[str]
+    """Why others are not taken, in words."""
+    refused: Sequence[tuple[gpus.Spread, HardwareError]]
+
+    @property
+    def nearest(self) -> tuple[gpus.Spread, HardwareError]:
+        """Of those refused, of the preferred kind, what needs least; of equal ones the last one tried."""
+        return min(reversed(self.refused), key=lambda one: (one[0].kind, _least(one[1])))
+
+
 def _least(error: HardwareError) -> int:
     return error.least_bytes if isinstance(error, DoesNotFitError) else 0
 
@@ -121,16 +147,33 @@ def _obeying(situation: Situation, *, offload: bool) -> Situation:
 
 
 def _with_nearest(
-    situation: Situation, error: DoesNotFitError, changed_by: ChangedBy, *, offload: bool
+    machines: Sequence[tuple[Situation, Decision]],
+    situation: Situation,
+    error: DoesNotFitError,
+    changed_by: ChangedBy,
+    *,
+    offload: bool,
 ) -> DoesNotFitError:
-    """The error with the nearest configuration that fits as its remedy."""
+    """The error of the situation that needs least, with the nearest configuration that fits as its remedy."""
 
     def peak_of(values: Mapping[str, Any]) -> str:
-        other = dataclasses.replace(situation, config=changed_by(values))
-        return gib(_best(_obeying(other, offload=offload))[0].chosen.peak_bytes)
+        config = changed_by(values)
+        found = _tried(
+            [(dataclasses.replace(one, config=config), row) for one, row in machines], offload=offload
+        )
+        if not found.ways:
+            raise found.nearest[1]
+        return gib(_preferred(found.ways).decided.chosen.peak_bytes)
 
-    least, goes_on = least_imposed(situation, error.least_bytes), situation.goes_on
-    nearest = nearest_fits(situation.config, peak_of, least, goes_on=goes_on)
+    goes_on = situation.goes_on
+    nearest = nearest_fits(
+        situation.config,
+        peak_of,
+        least_imposed(situation, error.least_bytes),
+        elsewhere=gpus.elsewhere(machines),
+        larger_steps=gpus.larger_steps(machines),
+        goes_on=goes_on,
+    )
     remedy = sentence(nearest, goes_on=goes_on)
     if not offload:
         with contextlib.suppress(DoesNotFitError):

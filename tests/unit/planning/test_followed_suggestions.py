@@ -30,8 +30,46 @@ def followed(name: str, computer: str, overrides: str) -> dict[str, str]:
     return found
 
 
+EIGHT, TWO = "several/h200-x8", "several/h200-x2"
+STEPS, IN_ROWS = "train.gradient_accumulation_steps", "parallel.gpus: auto and parallel.shard: auto"
+SMALL = "features.weights=bf16 features.memory_budget=60GiB features.block_swap=0"
 FP8 = "features.weights=fp8 features.block_swap=0 features.memory_budget=20GiB"
 RECOMPUTING = "features.activation_checkpointing=false features.activation_budget=0.5"
+
+
+@pytest.mark.parametrize(
+    ("computer", "name", "overrides", "nearest"),
+    [
+        (EIGHT, "qwen_image_full", "parallel.gpus=1", "parallel.gpus: auto"),
+        (EIGHT, "flux2_dev_full", "parallel.gpus=2", "parallel.gpus: auto"),
+        (EIGHT, "qwen_image_full", "parallel.shard=none", "parallel.shard: auto"),
+        (EIGHT, "qwen_image_full", "parallel.gpus=1 parallel.shard=none", IN_ROWS),
+        (EIGHT, "qwen_image_full", f"{STEPS}=1", f"{STEPS}: 2"),
+        (EIGHT, "flux2_dev_full", f"{STEPS}=1", f"{STEPS}: 3"),
+        (EIGHT, "qwen_image_full", f"{STEPS}=1 parallel.gpus=1", f"parallel.gpus: auto and {STEPS}: 2"),
+        (TWO, "flux2_dev_lora", f"{SMALL} parallel.shard=none", "parallel.shard: auto"),
+        (TWO, "flux2_dev_lora", f"{SMALL} {STEPS}=1", f"{STEPS}: 2"),
+        ("cpu", "qwen3_lora", "parallel.gpus=2", "parallel.gpus: 1"),
+    ],
+)
+def test_gpus_of_the_machine_are_named(computer: str, name: str, overrides: str, nearest: str) -> None:
+    found = followed(name, computer, overrides)
+    assert nearest in found
+    # of what they say about GPUs and steps, one is enough
+    assert [one for one in found if "parallel." in one or STEPS in one] == [nearest]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("qwen_image_full", ""),
+        ("flux2_dev_lora", "features.weights=fp8 features.block_swap=0 parallel.gpus=1"),
+        ("flux2_dev_lora", f"features.weights=fp8 features.block_swap=0 {STEPS}=1"),
+    ],
+)
+def test_gpus_that_help_not_are_not_named(name: str, overrides: str) -> None:
+    found = followed(name, "several/rtx-4090-x2", overrides)
+    assert found and not [one for one in found if "parallel." in one or STEPS in one]
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from trainer.config.schema import RunConfig
+from trainer.config.schema import RunConfig, changed
 from trainer.errors import ConfigError
 from trainer.machine.facts import EXCHANGED_BYTES, Gpu
-from trainer.planning.choose import batching, optimizers
+from trainer.planning.choose import batching, optimizers, swap_and_shard
 from trainer.planning.choose.situation import Situation
 from trainer.planning.cost import roofline, trained_time
 from trainer.planning.cost.storage import Storage
@@ -23,9 +24,7 @@ from trainer.ways.storages import VALUE_BYTES
 from trainer.words.plurals import numbered
 from trainer.words.sizes import GIB, gib
 
-KEY = "parallel.gpus"
-
-
+KEY, STEPS = "parallel.gpus", "train.gradient_accumulation_steps"
 _FP8_ROWS = 16
 """Rows of which every weight that FP8 products take has a multiple."""
 
@@ -243,14 +242,49 @@ def _use(spread: Spread, *, short: bool) -> str:
 def _larger_step(spread: Spread, alike: int) -> str:
     """The step that so many GPUs share, as it may be written into the user's configuration."""
     batch, count = spread.asked.train.train_batch_size, spread.situation.ranks
-    size = spread.asked.train.gradient_accumulation_steps * batch
-    least = math.lcm(batch, alike)
-    larger = -(-size // least) * least
-    text = (
-        f"a step has {numbered(size, 'sample')}: train.gradient_accumulation_steps:"
-        f" {larger // batch} makes a step of {larger} on {alike} GPUs"
-    )
+    size, steps = spread.asked.train.gradient_accumulation_steps * batch, _steps(spread.asked, alike)
+    larger = steps * batch
+    text = f"a step has {numbered(size, 'sample')}: {STEPS}: {steps} makes a step of {larger} on {alike} GPUs"
     return f"{text}, which takes about as long" if larger * count <= size * alike else text
+
+
+def _steps(config: RunConfig, count: int) -> int:
+    """The accumulation, no smaller than the configuration's, with which so many GPUs share a step."""
+    batch = config.train.train_batch_size
+    least = math.lcm(batch, count)
+    return -(-config.train.gradient_accumulation_steps * batch // least) * least // batch
+
+
+def elsewhere(machines: Sequence[tuple[Situation, Decision]]) -> list[dict[str, Any]]:
+    """Changes that leave open what was written of the machine's GPUs, the fewest first; on a CPU, whose
+    memory its processes part, the one to the fewest of these.
+    """
+    first, _ = machines[0]
+    parallel, hosts = first.config.parallel, first.hosts.count
+    if not first.on_gpu:
+        return [] if parallel.gpus in ("auto", hosts) else [{KEY: hosts}]
+    if hosts == max(len(one.facts.gpus) for one, _ in machines) == 1:
+        return []
+    number = {} if parallel.gpus == "auto" else {KEY: "auto"}
+    shard = {swap_and_shard.SHARD: "auto"} if parallel.shard == "none" else {}
+    return [one for one in (number, shard, {**number, **shard} if number and shard else {}) if one]
+
+
+def larger_steps(machines: Sequence[tuple[Situation, Decision]]) -> list[dict[str, Any]]:
+    """Changes to steps that more of the machine's GPUs share than may share one now, the smallest first; none
+    where each of more GPUs would need as much.
+    """
+    first, _ = machines[0]
+    hosts, most = first.hosts.count, max(len(one.facts.gpus) for one, _ in machines)
+    several = (swap_and_shard.unshared(replace(one, ranks=2 * hosts)) for one, _ in machines)
+    if not first.on_gpu or (first.config.method == "lora" and all(several)):
+        return []
+    opened = {key: value for changes in elsewhere(machines) for key, value in changes.items()}
+    situation = replace(first, config=changed(first.config, opened))
+    parted, counts = [first.config, *batching.smaller(first.config)], range(hosts, most * hosts + 1, hosts)
+    shared = max((count for count in counts if _shared(parted, count)), default=0)
+    more = (count for count in counts if count > shared and not unshared_weights(situation, count))
+    return [{**opened, STEPS: steps} for steps in sorted({_steps(first.config, count) for count in more})]
 
 
 def _place(spread: Spread) -> str:
