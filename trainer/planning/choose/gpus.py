@@ -244,7 +244,10 @@ def _larger_step(spread: Spread, alike: int) -> str:
     batch, count = spread.asked.train.train_batch_size, spread.situation.ranks
     size, steps = spread.asked.train.gradient_accumulation_steps * batch, _steps(spread.asked, alike)
     larger = steps * batch
-    text = f"a step has {numbered(size, 'sample')}: {STEPS}: {steps} makes a step of {larger} on {alike} GPUs"
+    text = (
+        f"a step has {numbered(size, 'sample')}: train.gradient_accumulation_steps:"
+        f" {steps} makes a step of {larger} on {alike} GPUs"
+    )
     return f"{text}, which takes about as long" if larger * count <= size * alike else text
 
 
