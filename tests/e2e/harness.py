@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 TENSOR_SECONDS = 0.05
 ENTRY_SECONDS = 0.2
-RANK_SECONDS = 0.3
+RANK_SECONDS, FAR_SECONDS = 0.3, 1.0
 PREVIEW_SECONDS = 0.3
 CALLS: list[str] = []
 """Collectives that this process was part of."""
@@ -115,7 +115,7 @@ def slow_cache() -> None:
     Cache.write = write  # type: ignore[method-assign]
 
 
-def slow_rank() -> None:
+def slow_rank(seconds: float = RANK_SECONDS) -> None:
     """Rank 1 takes long for each micro-batch."""
     if os.environ["RANK"] == "1":
         from trainer.engine.training import loop
@@ -123,10 +123,15 @@ def slow_rank() -> None:
         real = loop.compute
 
         def compute(*args: Any) -> Any:
-            time.sleep(RANK_SECONDS)
+            time.sleep(seconds)
             return real(*args)
 
         loop.compute = compute
+
+
+def far_slower_rank() -> None:
+    """Rank 1 takes several times as long as any other one, also where the machine does much else."""
+    slow_rank(FAR_SECONDS)
 
 
 def slow_preview() -> None:
@@ -294,6 +299,7 @@ PATCHES: dict[str, Callable[[], None]] = {
     "export": slow_export,
     "cache": slow_cache,
     "rank": slow_rank,
+    "far_rank": far_slower_rank,
     "flipped": flipped_rank,
     "alone": alone,
     "preview": slow_preview,
