@@ -173,6 +173,20 @@ def test_text_entry_is_that_of_the_language_model_behind_the_template(
     assert len(pipeline.tokenizer(prefix).input_ids) == dropped
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [(64, 64), (58, 40), (40, 64)])
+def test_a_plan_counts_the_tokens_of_a_picture(
+    layout: Any, size: tuple[int, int], sources: dict[Any, ModelSource]
+) -> None:
+    source, calls = sources[layout], []
+    encoders = load_encoders("text", source)
+    hook = captured(encoders.text_encoder, calls)
+    QWEN_IMAGE_EDIT.encode_text(encoders, "", [picture(*size)], prompt=False, max_sequence_length=512)
+    hook.remove()
+    tokens = int(calls[0]["mm_token_type_ids"].sum())
+    assert 0.8 < tokens / QWEN_IMAGE_EDIT.control_tokens(source.folder) <= 1
+
+
 def test_the_caption_is_cut_and_the_pictures_are_not(sources: dict[Any, ModelSource]) -> None:
     source, images = sources[QwenImageEditPlusPipeline], [picture(64, 64)]
     none, short, long = (encode(source, text, images, length=8) for text in ("", "a cat", "a cat " * 50))

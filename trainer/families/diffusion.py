@@ -210,13 +210,15 @@ def synthetic_batch(pipeline: Pipeline, config: Mapping[str, Any], shape: Shape,
 
 
 def attention_shape(pipeline: Pipeline, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
-    """Joint attention over the tokens of text, target and controls, each as large as the target."""
-    images = 1 + max(pipeline.least_controls, shape.controls) if pipeline.least_controls else 1
+    """Joint attention over the tokens of text, target and controls."""
+    pixels = shape.height * shape.width
+    if pipeline.least_controls:
+        pixels += max(pipeline.least_controls, shape.controls) * (shape.control_pixels or pixels)
     return AttentionShape(
         batch_size=shape.batch_size,
         heads=config["num_attention_heads"],
         head_width=config["attention_head_dim"],
-        tokens=images * shape.height * shape.width // 256 + shape.text_tokens,
+        tokens=pixels // 256 + shape.text_tokens,
     )
 
 

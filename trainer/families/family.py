@@ -75,6 +75,11 @@ def no_window(config: Mapping[str, Any]) -> int | None:
     return None
 
 
+def no_tokens(folder: Path | None) -> int:
+    """`Family.control_tokens` of families whose text encoder sees no control images."""
+    return 0
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
     """One model family. Its functions depend on their arguments only. Defaults are those of diffusion.
@@ -98,6 +103,8 @@ class Family:
     """Least and most control images of a sample; (0, 0) for text to image."""
     text_sees_controls: bool = False
     """Whether the text encoder sees the control images: then captions are encoded once per sample."""
+    control_tokens: Callable[[Path | None], int] = no_tokens
+    """Text tokens that each of them becomes, by the base in this folder; None: the family's own base."""
     takes_negative: bool = False
     """Whether previews are guided away from the empty caption, which a negative prompt may replace."""
     max_sequence_length: int

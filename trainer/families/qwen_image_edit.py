@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from trainer.modeling.base.source import ModelSource
 
 _LAYOUTS = ("QwenImageEditPipeline", "QwenImageEditPlusPipeline")
+# the most that the language model reads of a control by layout, with the words beside it: a token is 28 x 28
+# pixels of 1024 x 1024, and of 384 x 384
+_CONTROL_TOKENS = (1400, 200)
 
 
 def _arguments(pipeline: Any, prompt: PreviewPrompt, embeds: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -111,6 +115,17 @@ def _images(pipeline: Any, images: Sequence[Image]) -> Any:
     return images[0]
 
 
+def control_tokens(folder: Path | None) -> int:
+    """Tokens of a control in the language model; of a base that is not here, or says nothing, the newer
+    layout's.
+    """
+    single, plus = _CONTROL_TOKENS
+    index = None if folder is None else folder / "model_index.json"
+    if index is None or not index.is_file():
+        return plus
+    return single if read_config(index).get("_class_name") == _LAYOUTS[0] else plus
+
+
 def control_size(width: int, height: int) -> tuple[int, int]:
     """About the area of 1024 x 1024 at the control's aspect, in multiples of 32, as in both pipelines."""
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
@@ -124,6 +139,7 @@ QWEN_IMAGE_EDIT = dataclasses.replace(
     title="Qwen-Image-Edit",
     control_counts=(1, 3),
     text_sees_controls=True,
+    control_tokens=control_tokens,
     defaults={
         "model": {"pretrained_model_name_or_path": "Qwen/Qwen-Image-Edit-2511"},
         "validation": {"guidance_scale": 4.0, "num_inference_steps": 30},

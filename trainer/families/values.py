@@ -65,7 +65,9 @@ class Shape:
     text_tokens: int
     bytes_per_value: int
     controls: int = 0
-    """Control images of a sample, each taken to be as large as the target."""
+    """Control images of a sample."""
+    control_pixels: int = 0
+    """Pixels of each; 0: as many as the target has."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ from trainer.planning.shapes.run_shapes import (
     run_geometry,
     run_shape,
 )
-from trainer.planning.shapes.set_look import seen, shapes_of
+from trainer.planning.shapes.set_look import Seen, alike, seen, shapes_of
 from trainer.planning.torch_and_driver import require_memory_kind
 from trainer.words.sizes import gib
 
@@ -50,7 +50,7 @@ NEEDED = 0.9
 
 def predict(config: RunConfig, facts: Facts, requested_profile: str = "auto") -> Plan:
     """Plan of a run on a machine: the function to call from Python. No torch, a few ms a call;
-    batches above one are planned with the sizes of some pictures, which are read once.
+    batches above one, and control images, are planned with the sizes of some pictures, which are read once.
 
     `plan.train_memory`, `plan.cache_memory` and `plan.host_memory` are bytes by component,
     `plan.step_milliseconds` is the predicted time of `plan.micro_batch_size` samples, and every choice that
@@ -253,11 +253,11 @@ def _geometries(
 ) -> GeometryOf:
     """The geometry of the run, changed, in a compute type."""
     downloads = is_repository(loaded.config)
-    # of single samples it does not matter what shapes they have
-    looks = caption_tokens is None and loaded.config.train.train_batch_size > 1
-    config = loaded.config
-    beside = held_out_sets(config.validation)
-    looked = seen(config.data.sets, family, beside=beside) if looks else ()
+    # of single samples it does not matter what shapes they have, but for control images
+    several = caption_tokens is None and loaded.config.train.train_batch_size > 1
+    looked = _looked(family, loaded.config) if several or family.control_counts[1] else ()
+    share = alike(looked) if caption_tokens is None else 1.0
+    pictures = looked if several else ()
 
     def geometry_of(changed: RunConfig, dtype: str) -> Geometry:
         return run_geometry(
@@ -268,10 +268,16 @@ def _geometries(
             sources=loaded.sources,
             downloads=downloads,
             caption_tokens=caption_tokens,
-            pictures=shapes_of(looked, changed.data.resolution, family.pixel_multiple),
+            pictures=shapes_of(pictures, changed.data.resolution, family.pixel_multiple),
+            alike=share,
         )
 
     return geometry_of
+
+
+def _looked(family: Family, config: RunConfig) -> tuple[Seen, ...]:
+    """Some samples of each set, with the sizes of their pictures."""
+    return seen(config.data.sets, family, beside=held_out_sets(config.validation))
 
 
 def weights_folder(family: Family, folder: Path | None) -> Path | None:
@@ -341,7 +347,9 @@ def run_attention(loaded: Loaded, batch_size: int) -> AttentionShape:
     config = changed(loaded.config, {"train.train_batch_size": batch_size})
     family = families.get(config.family)
     name = family.trained_component
-    base = component_base(local_folder(config), name, downloads=is_repository(config))
+    folder = local_folder(config)
+    base = component_base(folder, name, downloads=is_repository(config))
+    share = alike(_looked(family, config)) if family.control_counts[1] else None
     # which kernel runs depends on heads, width and tokens, not on the bytes of a value
-    shape = run_shape(config, family, bytes_per_value=2)
+    shape = run_shape(config, family, bytes_per_value=2, model_folder=folder, alike=share)
     return family.attention_shape(component_config(family, base, name), shape)

@@ -8,7 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from trainer.config.schema import DataSet
+from trainer.data.sets.scan import scan_images
 from trainer.engine.training import flops
 from trainer.families import get
 from trainer.modeling.base.source import ModelSource
@@ -62,3 +65,29 @@ def test_samples_count_as_they_are(
     assert [(size["tokens"], size.get("width", 0)) for size in asked] == [
         (length, wide if pictures else 0) for length, wide in wanted
     ]
+
+
+def test_controls_count_as_they_are_encoded(
+    tmp_path: Path, tiny_base: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of its picture's size, and one of another."""
+    asked: list[tuple[int, int]] = []
+
+    class Flops:
+        def of(self, *, controls: int, control_pixels: int, **others: int) -> float:
+            asked.append((controls, control_pixels))
+            return 1.0
+
+    monkeypatch.setattr(flops, "model_flops", lambda *_: Flops())
+    for kind, sizes in (("after", (64, 64)), ("before", (64, 32))):
+        (tmp_path / kind).mkdir()
+        for number, side in enumerate(sizes):
+            Image.new("RGB", (side, side)).save(tmp_path / kind / f"{number}.png")
+            (tmp_path / kind / f"{number}.txt").write_text("make it night")
+    one = DataSet(img_dir=tmp_path / "after", control_dir=tmp_path / "before")
+    scan = scan_images([one], resolution=512, multiple=16, trigger_word=None, controls=(1, 1))
+    context, entries = made("flux1_kontext", tiny_base("flux1_kontext"))
+    entries.latents = [SimpleNamespace(record=record) for record in scan.records]
+    batch: Any = [SimpleNamespace(record=at, dropped=False) for at in (0, 1)]
+    flops.counter(context, entries)(batch)
+    assert asked == [(1, 512**2), (1, 1024**2)]

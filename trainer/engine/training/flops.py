@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from trainer.data.records import ImageRecord
 from trainer.data.sampler import MicroBatch
-from trainer.engine.caching.entries import Entries
+from trainer.engine.caching.entries import Entries, control_views
 from trainer.engine.context import Context
+from trainer.families.family import Family
 from trainer.planning.shapes.model_flops import model_flops
 from trainer.planning.shapes.run_shapes import trained_geometry
 
@@ -32,6 +34,18 @@ def counter(context: Context, entries: Entries) -> Counter:
             return of(tokens=tokens)
         picture = entries.latents[record].record
         size = {"width": picture.bucket_width, "height": picture.bucket_height}
-        return of(tokens=tokens, controls=len(picture.controls), **size)
+        count = len(picture.controls)
+        if count:
+            size["control_pixels"] = control_pixels(picture, family) // count
+        return of(tokens=tokens, controls=count, **size)
 
     return lambda micro_batch: sum(sample_flops(one.record, one.dropped) for one in micro_batch)
+
+
+def control_pixels(picture: ImageRecord, family: Family) -> int:
+    """Pixels of a sample's control images together, as they are encoded."""
+    sizes = [
+        view.crop or family.control_size(view.control.width, view.control.height)
+        for view in control_views(picture)
+    ]
+    return sum(width * height for width, height in sizes)

@@ -40,7 +40,7 @@ _MIX = "with captions of 1 to 300 tokens, as many short as long by their logarit
 def time_row(situation: Situation, milliseconds: float, parts: float, beside: str = "") -> Decision:
     """The predicted time of a batch, which makes so many `parts`; where captions are not of one length, of a
     usual mix of them. `beside` says how the time of weights on their way is counted. 0 milliseconds are those
-    of a machine whose rates are not known.
+    of a machine whose rates are not known. Also told is why control images count as larger than targets.
     """
     config, geometry = situation.config, situation.geometry
     value, reason = "unknown", f"the rates of {situation.gpu} are not known"
@@ -56,6 +56,7 @@ def time_row(situation: Situation, milliseconds: float, parts: float, beside: st
         mix = _MIX if geometry.captions_vary else ""
         value, reason = f"{milliseconds:.0f} ms", f"predicted, not measured: {of}; {mix}{whole}"
         reason += f"; {beside}" if beside else ""
+    reason += f"; {geometry.larger_controls}" if geometry.larger_controls else ""
     return Decision("step_time", value, "prediction", reason)
 
 

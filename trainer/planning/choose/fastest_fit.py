@@ -174,6 +174,7 @@ def _does_not_fit(
     least = min(skipped, key=lambda outcome: outcome.peak_bytes)
     storage, reason = least.storage, no_more[0]
     if memory.total(least.train) >= memory.total(least.cache):
+        reason = "; ".join(filter(None, (reason, situation.geometry.larger_controls)))
         phase, how = "training", f"weights in {storage.way.name}"
         how += f", activation checkpointing {on_off(storage.checkpointing)}"
         how += f" for the first {storage.recomputed}" if storage.recomputed else ""

@@ -303,6 +303,8 @@ class Geometry:
     """Key of the probe's verdicts on attention: heads, head width and tokens of the run."""
     matmul_shape_class: str = ""
     """Key of the verdicts on linear layers: tokens, rows and columns."""
+    larger_controls: str = ""
+    """Why control images are counted larger than their target, in words; empty where they are not."""
     captions_vary: bool = False
     """The family's encoder does not pad captions: each has a length of its own."""
     packed: bool = False

@@ -35,9 +35,17 @@ class ModelFlops:
     across: tuple[int, ...]
     """Parameters of each linear among those of the image's blocks that reads the caption."""
 
-    def of(self, *, tokens: int, width: int = 0, height: int = 0, controls: int = 0) -> float:
+    def of(
+        self,
+        *,
+        tokens: int,
+        width: int = 0,
+        height: int = 0,
+        controls: int = 0,
+        control_pixels: int = 0,
+    ) -> float:
         """FLOP, forward and backward, of a conversation of so many tokens, or of a picture (in pixels) and a
-        caption of so many.
+        caption of so many; each of its controls has `control_pixels`, or as many as it.
         """
         shape = Shape(
             batch_size=1,
@@ -46,6 +54,7 @@ class ModelFlops:
             text_tokens=tokens,
             bytes_per_value=2,
             controls=controls,
+            control_pixels=control_pixels,
         )
         attention = self.family.attention_shape(self.model_config, shape)
         linear, calls = linear_flops(self.blocks, every=attention.tokens, text=tokens)

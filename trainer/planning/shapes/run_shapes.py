@@ -25,6 +25,7 @@ from trainer.files.component_shapes import packed_size, stored_as
 from trainer.files.weight_files import weight_files
 from trainer.modeling.base.base import read_config
 from trainer.planning.shapes.adapters import TEXT_SIDE, planned_adapter
+from trainer.planning.shapes.controls import CONTROL_SIDE, control_pixels
 from trainer.planning.shapes.geometry import (
     NO_LINEARS,
     ComponentGeometry,
@@ -62,14 +63,8 @@ CONFIGS = Path(__file__).parents[2] / "families" / "configs"
 # 44.6 of (tokens x ff)
 _VAE_UNITS = 3.25
 _TEXT_UNITS = 48
-# side that the pipelines scale control images of another size to, in previews too
-_CONTROL_SIDE = 1024
-# text tokens of a control image that the text encoder is shown at 384 x 384 pixels, with what is beside them
-_CONTROL_TOKENS = 200
 # captions of 1 to 300 tokens, as many short as long by their logarithm: 104 on average when they are padded
 _CAPTION_TOKENS = 104
-# the same for families whose text encoder sees the images too, one of 384 x 384 pixels among them
-_CAPTION_TOKENS_WITH_IMAGES = 384
 _OVER_THE_VOCABULARY = re.compile("embed|shared|lm_head")
 
 
@@ -83,27 +78,32 @@ def run_geometry(
     downloads: bool = False,
     caption_tokens: int | None = None,
     pictures: Pictures = (),
+    alike: float | None = None,
 ) -> Geometry:
     """Everything that memory and time are computed from, in the run's compute type.
 
     `model_folder` None is a base that is not here yet: full-size tables stand in. With `downloads` files are
     to come: a component is as large as its config says. `sources` says where keys stand. Memory is that of
     the longest caption, time of `pictures`, how many have each shape (else there are six), with usual ones;
-    with `caption_tokens` samples are alike. Raises AccessError for unknown sizes, ConfigError for an adapter
-    on no layer.
+    with `caption_tokens` samples are alike. `alike` as `run_shape`. Raises AccessError for unknown sizes,
+    ConfigError for an adapter on no layer.
     """
     parts, each = roles(family), functools.partial(_component, family, config, downloads=downloads)
     folders = {name: component_base(model_folder, name, downloads=downloads) for name in parts}
     components = [each(folders[name], name, role) for name, role in parts.items()]
     trained, base = components[0], folders[family.trained_component]
     model_config = component_config(family, base, trained.name)
-    shape = run_shape(config, family, bytes_per_value=VALUE_BYTES[dtype])
+    values = VALUE_BYTES[dtype]
+    shape = run_shape(config, family, bytes_per_value=values, model_folder=model_folder, alike=alike)
     adapter = planned_adapter(family, config, trained, model_config, shape, sources)
     packed, modulation, stored, stored_bytes = _packed(family, config, trained, base)
     kept = () if dtype == "fp32" else kept_in_fp32(family.name)
     repeated = stacks(trained, family.high_precision, () if stored_bytes else family.modulation, kept)
     held = run_activations(family, config, model_config, shape, repeated, adapter, dtype=dtype)
-    text, vae, tiled = _encoder_peaks(family, config, components, folders, shape.bytes_per_value)
+    shown = shape.controls * family.control_tokens(model_folder)
+    text, vae, tiled = _encoder_peaks(family, config, components, folders, values, shown=shown)
+    split = micro_batches(family, config, pictures) if caption_tokens is None else {}
+    pixels = control_pixels(config.data.resolution, alike)
     geometry = Geometry(
         components=tuple(components),
         lora_parameters=adapter.parameters,
@@ -120,34 +120,32 @@ def run_geometry(
         text_bytes_peak=text,
         vae_bytes_peak=vae,
         vae_bytes_peak_tiled=tiled,
+        usual_parts=split,
+        pictures_known=bool(split and pictures),
+        larger_controls=pixels.why if shape.controls else "",
     )
-    return _with_work(geometry, family, config, model_config, shape, caption_tokens, pictures)
+    usual = dataclasses.replace(shape, control_pixels=pixels.mean)
+    if family.caption is not None:
+        tokens = _usual_tokens(shown) if caption_tokens is None else caption_tokens
+        usual = dataclasses.replace(usual, text_tokens=min(shape.text_tokens, tokens))
+    return _with_work(geometry, family, model_config, shape, usual)
+
+
+def _usual_tokens(shown: int) -> int:
+    """Text tokens of a caption of usual length, beside those of the control images that its encoder sees."""
+    return padded_length(shown + _CAPTION_TOKENS) if shown else _CAPTION_TOKENS
 
 
 def _with_work(
-    geometry: Geometry,
-    family: Family,
-    config: RunConfig,
-    model_config: Mapping[str, Any],
-    shape: Shape,
-    caption_tokens: int | None,
-    pictures: Pictures,
+    geometry: Geometry, family: Family, model_config: Mapping[str, Any], shape: Shape, usual: Shape
 ) -> Geometry:
-    """The geometry with the work of a batch of `shape` at most, whose captions are of usual lengths, or all
-    of `caption_tokens`.
-    """
-    usual = shape
-    if family.caption is not None:
-        mixed = _CAPTION_TOKENS_WITH_IMAGES if family.text_sees_controls else _CAPTION_TOKENS
-        tokens = min(shape.text_tokens, mixed if caption_tokens is None else caption_tokens)
-        usual = dataclasses.replace(shape, text_tokens=tokens)
+    """The geometry with the work of a batch of `usual` shape, and of `shape` at most."""
     longest, attention = (family.attention_shape(model_config, one) for one in (shape, usual))
     every, text = attention.batch_size * attention.tokens, usual.batch_size * usual.text_tokens
     trained = geometry.components[0]
     blocks = linear_blocks(trained, family.high_precision, TEXT_SIDE)
     flops, calls = linear_flops(blocks, every=every, text=text)
     pairs = attention.batch_size * attention.tokens * (attention.reach or attention.tokens)
-    parts = micro_batches(family, config, pictures) if caption_tokens is None else {}
     widest, largest = largest_product(trained, family.high_precision)
     talks = family.sample_kind == "conversation"
     return dataclasses.replace(
@@ -165,8 +163,6 @@ def _with_work(
         products=sum(linears for _, _, linears in blocks),
         blocks=len(blocks),
         usual_share=attention.tokens / longest.tokens,
-        usual_parts=parts,
-        pictures_known=bool(parts and pictures),
         captions_vary=family.caption is not None,
         packed=family.packed_by is not None,
     )
@@ -209,13 +205,24 @@ def _packed(
     return packed, modulation, stored, stored_bytes
 
 
-def run_shape(config: RunConfig, family: Family, *, bytes_per_value: int) -> Shape:
-    """One micro-batch of the run; buckets of other aspects have about the same area."""
+def run_shape(
+    config: RunConfig,
+    family: Family,
+    *,
+    bytes_per_value: int,
+    model_folder: Path | None = None,
+    alike: float | None = None,
+) -> Shape:
+    """One micro-batch of the run; buckets of other aspects have about the same area.
+
+    `model_folder` as `run_geometry`; `alike` is the share of control images that have their picture's size,
+    None where that is not known.
+    """
     tokens, most = config.data.max_sequence_length, family.control_counts[1]
     # one for each folder, else as many as metadata.jsonl may name
     controls = max(len(control_folders(one.control_dir)) or most for one in config.data.sets)
     if family.caption is not None:  # captions are not padded by the family's encoder
-        tokens = padded_length(tokens + (controls * _CONTROL_TOKENS if family.text_sees_controls else 0))
+        tokens = padded_length(tokens + controls * family.control_tokens(model_folder))
     if family.packed_by is not None:
         tokens = padded_row(tokens)
     return Shape(
@@ -225,6 +232,7 @@ def run_shape(config: RunConfig, family: Family, *, bytes_per_value: int) -> Sha
         text_tokens=tokens,
         bytes_per_value=bytes_per_value,
         controls=controls,
+        control_pixels=control_pixels(config.data.resolution, alike).most if controls else 0,
     )
 
 
@@ -304,9 +312,12 @@ def _encoder_peaks(
     components: Sequence[ComponentGeometry],
     folders: Mapping[str, Path | None],
     size: int,
+    *,
+    shown: int,
 ) -> tuple[int, int, int]:
-    """Activations of one caption in the widest text encoder, and of the run's largest image in the VAE, whole
-    and in tiles of its own sample size; `size` are the bytes of a value.
+    """Activations of one caption in the widest text encoder, or of the `shown` tokens of its pictures where
+    these are more, and of the run's largest image in the VAE, whole and in tiles of its own sample size;
+    `size` are the bytes of a value.
     """
     widths = [
         shape[0]
@@ -315,13 +326,15 @@ def _encoder_peaks(
         for name, shape in part.shapes.items()
         if len(shape) == 2 and not _OVER_THE_VOCABULARY.search(name)
     ]
-    text = _TEXT_UNITS * config.data.max_sequence_length * max(widths, default=0) * size
+    # decoders need less than half of T5's units, so that caption and pictures have room together
+    tokens = max(config.data.max_sequence_length, shown)
+    text = _TEXT_UNITS * tokens * max(widths, default=0) * size
     names = family.encoder_components.get("latents", ())
     if not names:
         return text, 0, 0
     side = max(config.data.resolution, config.validation.resolution or 0)
     if family.control_counts[1]:
-        side = max(side, _CONTROL_SIDE)
+        side = max(side, CONTROL_SIDE)
     channels, tile = family.vae_shape(component_config(family, folders[names[0]], names[0]))
     unit, tile = _VAE_UNITS * channels * size, min(side, tile)
     return text, int(unit * side * side), int(unit * tile * tile)

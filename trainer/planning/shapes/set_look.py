@@ -18,6 +18,7 @@ from trainer.data.sets.controls import read_set, set_folders
 from trainer.data.sets.metadata_files import METADATA_NAMES
 from trainer.families.family import Family
 from trainer.files.component_shapes import Stamp, stamp_of
+from trainer.planning.shapes.controls import CONTROL_SIDE
 from trainer.planning.shapes.mix import Pictures
 
 _MOST_LOOKED_AT = 200
@@ -73,18 +74,28 @@ def _fits(picture: Size, bucket: Size) -> bool:
 def shapes_of(looked: Sequence[Seen], resolution: int, multiple: int) -> Pictures:
     """The shapes that samples come in at this resolution, and how many samples have each.
 
-    Control images are counted as if they came into buckets too.
+    Control images are counted as if they came into buckets too, those of another size than their picture's
+    into larger or smaller ones.
     """
     if not looked or resolution < multiple:
         return ()
-    sizes = buckets(resolution, multiple)
+    sizes, others = buckets(resolution, multiple), buckets(CONTROL_SIDE, multiple)
     numbers: dict[tuple[Size, ...], int] = {}
     weights: dict[tuple[int, int], float] = {}
     for pictures, weight, repeats in looked:
-        shape = tuple(nearest_bucket(*size, sizes) for size in pictures)
+        shape = tuple(nearest_bucket(*size, sizes if size == pictures[0] else others) for size in pictures)
         key = numbers.setdefault(shape, len(numbers)), repeats
         weights[key] = weights.get(key, 0.0) + weight
     return tuple((shape, max(1, round(weight)), repeats) for (shape, repeats), weight in weights.items())
+
+
+def alike(looked: Sequence[Seen]) -> float | None:
+    """Share of the control images of an epoch that have their picture's size; None where none was seen."""
+    same = every = 0.0
+    for (picture, *controls), weight, repeats in looked:
+        same += weight * repeats * controls.count(picture)
+        every += weight * repeats * len(controls)
+    return same / every if every else None
 
 
 def stamp(sets: Sets) -> Stamp:
