@@ -147,13 +147,8 @@ def test_an_older_layout_is_planned_with_the_tokens_that_it_shows(config: Config
         for folder in (None, tmp_path / "not-here", tmp_path)
     ]
     assert tokens == [768, 768, 2048]
-    plus, single = (
-        run_geometry(
-            dataclasses.replace(family, control_tokens={200: lambda _: 200, 1400: lambda _: 1400}[count]), run,
-            model_folder=None, dtype="bf16",
-        )
-        for count in (200, family.control_tokens(tmp_path))
-    )  # fmt: skip
+    older = dataclasses.replace(family, control_tokens=lambda _: family.control_tokens(tmp_path))
+    plus, single = (run_geometry(one, run, model_folder=None, dtype="bf16") for one in (family, older))
     assert usual_tokens(plus, 768) == 384 and usual_tokens(single, 2048) == 1536
     assert single.text_bytes_peak / plus.text_bytes_peak == pytest.approx(1400 / 512)
     assert single.activations.saved > plus.activations.saved
