@@ -88,22 +88,50 @@ def run_geometry(
     with `caption_tokens` samples are alike. `alike` as `run_shape`. Raises AccessError for unknown sizes,
     ConfigError for an adapter on no layer.
     """
+    values, shown = VALUE_BYTES[dtype], family.control_tokens(model_folder)
+    shape = run_shape(config, family, bytes_per_value=values, model_folder=model_folder, alike=alike)
+    shown *= shape.controls
+    pixels = control_pixels(config.data.resolution, alike)
+    geometry, model_config = _held(
+        family, config, model_folder, dtype, sources, shape, downloads=downloads, shown=shown
+    )
+    split = micro_batches(family, config, pictures) if caption_tokens is None else {}
+    geometry = dataclasses.replace(
+        geometry,
+        usual_parts=split,
+        pictures_known=bool(split and pictures),
+        larger_controls=pixels.why if shape.controls else "",
+    )
+    usual = dataclasses.replace(shape, control_pixels=pixels.mean)
+    if family.caption is not None:
+        tokens = _usual_tokens(shown) if caption_tokens is None else caption_tokens
+        usual = dataclasses.replace(usual, text_tokens=min(shape.text_tokens, tokens))
+    return _with_work(geometry, family, model_config, shape, usual)
+
+
+def _held(
+    family: Family,
+    config: RunConfig,
+    model_folder: Path | None,
+    dtype: str,
+    sources: Mapping[str, str],
+    shape: Shape,
+    *,
+    downloads: bool,
+    shown: int,
+) -> tuple[Geometry, Mapping[str, Any]]:
+    """Everything that memory is computed from, and the trained component's config; see `run_geometry`."""
     parts, each = roles(family), functools.partial(_component, family, config, downloads=downloads)
     folders = {name: component_base(model_folder, name, downloads=downloads) for name in parts}
     components = [each(folders[name], name, role) for name, role in parts.items()]
     trained, base = components[0], folders[family.trained_component]
     model_config = component_config(family, base, trained.name)
-    values = VALUE_BYTES[dtype]
-    shape = run_shape(config, family, bytes_per_value=values, model_folder=model_folder, alike=alike)
     adapter = planned_adapter(family, config, trained, model_config, shape, sources)
     packed, modulation, stored, stored_bytes = _packed(family, config, trained, base)
     kept = () if dtype == "fp32" else kept_in_fp32(family.name)
     repeated = stacks(trained, family.high_precision, () if stored_bytes else family.modulation, kept)
     held = run_activations(family, config, model_config, shape, repeated, adapter, dtype=dtype)
-    shown = shape.controls * family.control_tokens(model_folder)
-    text, vae, tiled = _encoder_peaks(family, config, components, folders, values, shown=shown)
-    split = micro_batches(family, config, pictures) if caption_tokens is None else {}
-    pixels = control_pixels(config.data.resolution, alike)
+    text, vae, tiled = _encoder_peaks(family, config, components, folders, shape.bytes_per_value, shown=shown)
     geometry = Geometry(
         components=tuple(components),
         lora_parameters=adapter.parameters,
@@ -120,15 +148,8 @@ def run_geometry(
         text_bytes_peak=text,
         vae_bytes_peak=vae,
         vae_bytes_peak_tiled=tiled,
-        usual_parts=split,
-        pictures_known=bool(split and pictures),
-        larger_controls=pixels.why if shape.controls else "",
     )
-    usual = dataclasses.replace(shape, control_pixels=pixels.mean)
-    if family.caption is not None:
-        tokens = _usual_tokens(shown) if caption_tokens is None else caption_tokens
-        usual = dataclasses.replace(usual, text_tokens=min(shape.text_tokens, tokens))
-    return _with_work(geometry, family, model_config, shape, usual)
+    return geometry, model_config
 
 
 def _usual_tokens(shown: int) -> int:
