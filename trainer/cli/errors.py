@@ -68,7 +68,7 @@ def asks_for_json(words: Sequence[str]) -> bool:
     The words are looked at by themselves: they may be what cannot be understood.
     """
     command = next((place for place, word in enumerate(words) if not word.startswith("-")), len(words))
-    if [*words[command : command + 1]] == ["preflight"] and "--json" not in words[:command]:
+    if command < len(words) and words[command] == "preflight" and "--json" not in words[:command]:
         return asks_for_json([word for word in words[command + 1 :] if word != "--"])
     own = command < len(words) and words[command] in PRINT_JSON
     return "--json" in (words if own else words[:command])

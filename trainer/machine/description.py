@@ -33,7 +33,7 @@ def describe(month: str | None = None, *, gpus: Sequence[str] | None = None) -> 
     """This machine; `month` in place of the clock's, and of the GPUs with these names for nvidia-smi the
     first one: the first visible one if not given, none of an empty list.
     """
-    found = None if gpus == [] else read_gpu(gpus[0] if gpus else None)
+    found = None if gpus is not None and not gpus else read_gpu(gpus[0] if gpus else None)
     gpu = None if found is None else found[0]
     names = ("diffusers", "transformers", "peft")
     return Machine(

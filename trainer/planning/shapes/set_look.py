@@ -75,7 +75,7 @@ def shapes_of(looked: Sequence[Seen], resolution: int, multiple: int) -> Picture
     """The shapes that samples come in at this resolution, and how many samples have each.
 
     Control images are counted as if they came into buckets too, those of another size than their picture's
-    into larger or smaller ones.
+    into those of 1024 x 1024 pixels.
     """
     if not looked or resolution < multiple:
         return ()
