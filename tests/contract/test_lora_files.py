@@ -27,7 +27,7 @@ from trainer.engine.building.base_load_check import check_loadable
 from trainer.engine.building.build import build, load_base
 from trainer.engine.context import Context
 from trainer.engine.records import checkpoint
-from trainer.engine.results import proof
+from trainer.engine.results import full, proof
 from trainer.engine.results.full import export_full, prove_full
 from trainer.errors import ConfigError, DataError, DivergedError, ExitCode, NoSpaceError
 from trainer.modeling.adapter import lora
@@ -433,7 +433,7 @@ def exported(
     def export(case: Case) -> tuple[Context, Any, Path]:
         if case not in made:
             context, model = trained(case, tmp_path_factory.mktemp("exported"))
-            made[case] = context, model, export_full(context, model)
+            made[case] = context, model, export_full(context, model)[0]
         return made[case]
 
     return export
@@ -466,6 +466,28 @@ def test_a_spoilt_model_fails_the_proof(
     finally:
         file.write_bytes(whole)
     assert prove_full(context, model, folder) > 0
+
+
+def test_an_older_model_stays_where_the_new_one_fails_its_proof(
+    full_case: Case,
+    exported: Callable[[Case], tuple[Context, Any, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    context, model, folder = exported(full_case)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    write = full.write_files
+
+    def spoilt(files: dict[Path, Any], *others: Any) -> None:
+        write(files, *others)
+        spoil(next(iter(files)), lambda t: next(iter(t.values())).view(-1)[0].add_(1e-3))
+
+    monkeypatch.setattr(full, "write_files", spoilt)
+    with pytest.raises(DataError, match="is not what was trained") as caught:
+        export_full(context, model)
+    [problem] = caught.value.problems
+    assert problem.where in {str(path) for path in before} and "an older model stays" in problem.remedy
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert [path.name for path in folder.parent.glob("*model*")] == ["model"]
 
 
 def test_the_real_pipeline_loads_the_trained_model(

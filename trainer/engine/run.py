@@ -30,7 +30,7 @@ from trainer.engine.hosts.link import tell_link
 from trainer.engine.records import resume
 from trainer.engine.records.journal import Journal, start_tracker
 from trainer.engine.results import proof
-from trainer.engine.results.full import export_full, prove_full
+from trainer.engine.results.full import export_full
 from trainer.engine.results.no_effect import explained
 from trainer.engine.results.pictures import before_after, compared, first_of, row, shown, smaller, write_png
 from trainer.engine.spec import Spec
@@ -329,8 +329,7 @@ def _finish_full(context: Context, built: Built, before: list[torch.Tensor]) -> 
     with context.ranks.together():
         unchanged = "training does not change the model's output"
         proof.require_effect(effect, unchanged, str(context.run_dir))
-    folder = export_full(context, model, rows)
-    count = prove_full(context, model, folder, rows)
+    folder, count = export_full(context, model, rows)
     return (
         f"Model: {folder}. Proved: all {count} tensors read back from disk bit for bit; "
         f"training changed the model's output by {100 * effect:.3g} %."

@@ -29,12 +29,16 @@ from trainer.words.plurals import numbered
 if TYPE_CHECKING:
     from trainer.engine.optimizing.row_parameters import RowParameters
 
+FOLDER = "model"
+"""The folder of a run that has its result."""
 _TEXTS = re.compile(r"(LICEN[CS]E|NOTICE)[\w.-]*|model_index\.json", re.IGNORECASE)
 """Files beside the components that hold for a model that was made from the base."""
+_NOT_WRITTEN = "an older model stays, and so do the checkpoints: look at this disk, then start again"
 
 
-def export_full(context: Context, model: Any, rows: RowParameters | None = None) -> Path:
-    """Write the folder `model/`, which loads as a base model does; replaces an older one.
+def export_full(context: Context, model: Any, rows: RowParameters | None = None) -> tuple[Path, int]:
+    """Write the folder `model/`, which loads as a base model does; proved as by `prove_full`, it replaces an
+    older one. Gives it with the number of tensors that were read back.
 
     Of a model in rows (`rows`) all ranks call this: rank 0 writes, others give their rows of each tensor.
 
@@ -42,12 +46,13 @@ def export_full(context: Context, model: Any, rows: RowParameters | None = None)
     Configs, tokenizers and the scheduler of the base are copied beside it, and the weights that were not
     trained are links to the base's files.
     """
-    target, component = context.run_dir / "model", context.family.trained_component
+    target, component = context.run_dir / FOLDER, context.family.trained_component
     state = _written(model, rows)
     if not context.ranks.first:
         context.status.beat(Phase.SAVE)
         take_part(split_shards(state, SHARD_BYTES))
-        return context.ranks.from_first(target)
+        count = prove_full(context, model, context.ranks.from_first(target), rows)
+        return context.ranks.from_first(target), count
     require_whole(state, target, 0 if rows is None else rows.all_bytes)
     with atomic.whole_folder(target) as temporary:
         with atomic.no_space_told(temporary):
@@ -55,7 +60,8 @@ def export_full(context: Context, model: Any, rows: RowParameters | None = None)
                 (temporary / component).mkdir()
                 _write_others(context, temporary)
         _write_shards(context, model, state, temporary / component)
-    return context.ranks.from_first(target)
+        count = prove_full(context, model, context.ranks.from_first(temporary), rows)
+    return context.ranks.from_first(target), count
 
 
 def _write_others(context: Context, target: Path) -> None:
@@ -131,7 +137,8 @@ def prove_full(context: Context, model: Any, folder: Path, rows: RowParameters |
     """Read every tensor back, compare it bit for bit with the model in memory; returns how many there are.
 
     Of a model in rows each rank reads and compares its own. Raises DivergedError for a value that is not
-    finite, DataError for one that differs or is missing, on all ranks.
+    finite, DataError for one that differs or is missing, on all ranks. They name a file by its place in the
+    result: `folder` may be the one that is to become it.
     """
     return context.ranks.agreed(lambda: _proved(context, model, folder, rows))[0]
 
@@ -139,21 +146,23 @@ def prove_full(context: Context, model: Any, folder: Path, rows: RowParameters |
 def _proved(context: Context, model: Any, folder: Path, rows: RowParameters | None) -> int:
     state = saved_state(model)
     seen = 0
+    result = context.run_dir / FOLDER
     component = folder / context.family.trained_component
     for path in sorted(component.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 saved, trained = _compared(file, name, state, rows)
+                where = str(result / path.relative_to(folder))
                 if not bool(torch.isfinite(saved).all()):
-                    raise DivergedError(f"{name} is not finite", where=str(path), remedy=LOWER_RATE)
+                    raise DivergedError(f"{name} is not finite", where=where, remedy=LOWER_RATE)
                 if trained is None or not torch.equal(saved.to(trained.device), trained):
-                    raise DataError(f"{name} on disk is not what was trained", where=str(path))
+                    what = f"{name} on disk is not what was trained"
+                    raise DataError(what, where=where, remedy=_NOT_WRITTEN)
                 context.status.beat(Phase.SAVE)
                 seen += 1
     if seen != len(state):
-        raise DataError(
-            f"{numbered(len(state) - seen, 'tensor is', 'tensors are')} missing", where=str(folder)
-        )
+        what = f"{numbered(len(state) - seen, 'tensor is', 'tensors are')} missing"
+        raise DataError(what, where=str(result), remedy=_NOT_WRITTEN)
     return seen
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
 from trainer import __version__
 from trainer.config.secrets import redacted
@@ -313,6 +315,23 @@ def load_lora(context: Context, model: Any, path: Path) -> None:
     """Put the file's adapter on, in the type it was trained in: FP8 products magnify any other rounding."""
     context.family.load_adapter(model, path)
     lora.to_model_type(model)
+
+
+def require_written(path: Path, model: Any) -> None:
+    """Read a file back: finite, not zero in all, and the adapter on `model` bit for bit, under whatever names
+    its library gives. Raises DataError.
+    """
+    check_file(path)
+    state = lora.adapter_state(model)
+    written, trained = (Counter(map(_values, one.values())) for one in (load_file(path), state))
+    if written != trained:
+        count = (trained - written).total()
+        differ = numbered(count, "tensor read back from disk differs", "tensors read back from disk differ")
+        raise DataError(f"{differ} from the trained ones", where=str(path))
+
+
+def _values(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
+    return tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _grows(name: str) -> list[str]:

@@ -193,6 +193,7 @@ def keep_best(context: Context, model: Any, record: ValidationRecord) -> None:
     try:
         with atomic.whole_folder(run_dir / FOLDER) as new:
             path = proof.write_lora(context, model, new)
+            proof.require_written(path, model)
             proof.write_twin(context, model, new)
             row = {"file": path.name, **written_values(record)}
             # last: with it the folder is whole
