@@ -181,7 +181,8 @@ def collate(text: Rows, latents: Rows) -> Batch:
     return Batch(latents=clean, text=captions, size=len(latents), weight=float(len(latents)))
 
 
-@functools.lru_cache(maxsize=256)  # a CUDA graph may read them still: more than all sizes that are captured
+# a CUDA graph may read them still: twice the engine's MOST_SETS, and room for those of previews
+@functools.lru_cache(maxsize=1024)
 def kept_on_device(make: Callable[..., torch.Tensor], *arguments: Hashable) -> torch.Tensor:
     """The result of `make(*arguments)`, made once: position ids made each step would wait for the device."""
     return make(*arguments)

@@ -35,7 +35,8 @@ MOST_CAPTURED = 24
 # sizes of pictures after which no graph is used any more: diffusers keeps rotary tables of so many, then
 # drops the oldest, which a graph may still read
 MOST_SIZES = 128
-
+# the same of the sets of sizes that are in one micro-batch, of each of which a family keeps one or two
+MOST_SETS = 400
 
 OF_ONE_PICTURE = ("std", LOSS_MASK, LOSS_WEIGHT)
 """Names of latents that are as large as the target's mean, or have one value per sample."""
@@ -48,6 +49,25 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     inputs: list[torch.Tensor]
     loss: torch.Tensor
+
+
+class Sizes:
+    """Sizes of pictures that have run. Tables are kept of so many; a graph does not say that it reads one."""
+
+    def __init__(self) -> None:
+        self._pictures: set[Any] = set()
+        self._sets: set[Any] = set()
+
+    def add(self, batch: Batch) -> None:
+        """Count the sizes of a micro-batch: of each picture, and of all that are in it."""
+        pictures = [(name, one.shape) for name, one in batch.latents.items() if name not in OF_ONE_PICTURE]
+        self._pictures |= {(name, shape[-2:]) for name, shape in pictures}
+        self._sets.add(tuple(sorted(pictures)))
+
+    @property
+    def many(self) -> bool:
+        """True once a table may have gone that a graph reads."""
+        return len(self._pictures) > MOST_SIZES or len(self._sets) > MOST_SETS
 
 
 class _Pool:
@@ -86,7 +106,7 @@ class Graphs:
         self.captured: dict[Any, _Captured] = {}
         self._say = say
         self._seen: dict[Any, int] = {}
-        self._sizes: set[Any] = set()
+        self._sizes = Sizes()
         self._with_tables: set[Any] = set()
         """Kinds that ran since graphs were dropped: a preview may have pushed their tables out."""
         self._most_captured = 0
@@ -102,15 +122,11 @@ class Graphs:
         if captured is None:
             seen = self._seen[key] = self._seen.get(key, 0) + 1
             if seen == 1:
-                self._sizes |= {
-                    (name, one.shape[-2:])
-                    for name, one in batch.latents.items()
-                    if name not in OF_ONE_PICTURE
-                }
+                self._sizes.add(batch)
                 return self._first(key, batch, draw, weight)
-            if seen <= WARM_UP or len(self.captured) >= MOST_CAPTURED or self._has_many_sizes:
+            if seen <= WARM_UP or len(self.captured) >= MOST_CAPTURED or self._sizes.many:
                 if seen == WARM_UP + 1:
-                    most = "of none" if self._has_many_sizes else f"of {MOST_CAPTURED} sets of shapes"
+                    most = "of none" if self._sizes.many else f"of {MOST_CAPTURED} sets of shapes"
                     self._say(
                         f"{len(self._seen)} sets of shapes so far: CUDA graphs are kept {most}, this one runs"
                         " without"
@@ -125,10 +141,6 @@ class Graphs:
         captured.graph.replay()
         return captured.loss
 
-    @property
-    def _has_many_sizes(self) -> bool:
-        return len(self._sizes) > MOST_SIZES
-
     def __str__(self) -> str:
         sets = numbered(len(self._seen), "set of shapes", "sets of shapes")
         return f"{numbered(self._most_captured, 'CUDA graph')} of {sets}"
@@ -139,7 +151,7 @@ class Graphs:
         A model may keep tables that it makes for a new size. In the pool they would lie where another graph
         puts what it computes: where there are graphs, tables are made first, outside the pool.
         """
-        if self.captured and not self._has_many_sizes and self._make_tables(key, batch, draw):
+        if self.captured and not self._sizes.many and self._make_tables(key, batch, draw):
             with self._aside():
                 return self.compute(batch, draw, weight)
         self.drop()
