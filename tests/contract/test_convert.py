@@ -249,6 +249,20 @@ def test_a_dora_and_a_lokr_are_converted_only_where_nothing_is_lost(
         export(lokr.comfyui, "diffusers", tmp_path / "never.safetensors", None)
 
 
+@pytest.mark.parametrize("kind", ["dora", "lokr"])
+def test_a_base_that_is_stored_as_bytes_takes_a_lora_alone(
+    kind: str, workshop: Workshop, tmp_path: Path
+) -> None:
+    """peft reads a weight's bytes as its values for the others, and says nothing."""
+    done = trained(FLUX, workshop, tmp_path / kind, f"lora.type={kind}")
+    plain = trained(FLUX, workshop, tmp_path / "lora")
+    context = workshop.job(FLUX, tmp_path / "stored", "features.weights=int8").context
+    model = load_base(context).module
+    with pytest.raises(DataError, match=f"it is a {kind}, .* they are stored in int8"):
+        proof.load_lora(context, model, done.file)
+    proof.load_lora(context, model, plain.file)
+
+
 def merge(done: Trained, target: Path, *arguments: str) -> int:
     config = done.job.context.run_dir.parent / "config.yaml"
     return main(["merge", str(config), "--lora", str(done.file), "--to", str(target), *arguments])

@@ -214,28 +214,6 @@ def test_a_folder_without_the_familys_model_is_told(
     assert not seen.specs
 
 
-@pytest.mark.parametrize("command", [["sample", "--prompt", "a cat", "c.yaml", "--lora"], ["verify-lora"]])
-def test_a_lora_of_another_family_is_told_before_anything_is_downloaded(
-    command: list[str], seen: Seen, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_file({"a.lora_B.weight": torch.ones(1)}, "one.safetensors", {"family": "llama"})
-    words = [*command, "one.safetensors", *(["--config", "c.yaml"] if command == ["verify-lora"] else [])]
-    assert main(words) == 65
-    told = capsys.readouterr().err
-    assert "it says that it is a LoRA of llama, and the configuration is of flux1_dev" in told
-    assert "give a configuration with family: llama" in told
-    assert not seen.specs
-
-
-def test_a_lora_of_a_family_with_the_same_model_is_tried(
-    seen: Seen, tiny_flux1_dev: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRAINER__MODEL__PRETRAINED_MODEL_NAME_OR_PATH", str(tiny_flux1_dev))
-    save_file({"a.lora_B.weight": torch.ones(1)}, "one.safetensors", {"family": "flux1_kontext"})
-    assert main(["sample", "c.yaml", "--prompt", "a cat", "--lora", "one.safetensors"]) == 75
-    assert any(str(spec["lora_file"]).endswith("one.safetensors") for spec in seen.specs)
-
-
 def test_a_try_says_what_is_drawn(
     seen: Seen, tiny_flux1_dev: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -127,13 +127,13 @@ def from_layers(
     return Loaded(config=config, sources=sources, notes=tuple(notes), warnings=warnings)
 
 
-def with_settings(loaded: Loaded, values: Mapping[str, Any]) -> Loaded:
-    """`loaded` with other values by dotted key, as `--set` of each would load them.
+def with_settings(loaded: Loaded, values: Mapping[str, Any], source: str = "") -> Loaded:
+    """`loaded` with other values by dotted key, as `--set` of each would load them, or as from `source`.
 
     What is suggested to the user goes through here. Raises ConfigError where the configuration is refused.
     """
     config = RunConfig.model_validate(changed(loaded.config, values).model_dump())
-    sources = {**loaded.sources, **{key: f"--set {key}" for key in values}}
+    sources = {**loaded.sources, **{key: source or f"--set {key}" for key in values}}
     environ = environment.snapshot()
     problems = check(RULES, Context(config=config, sources=sources, environ=environ, lora_presets={}))
     if problems:

@@ -24,6 +24,7 @@ from trainer.engine.results.chat_files import write_chat_files
 from trainer.engine.results.no_effect import NoEffectError
 from trainer.errors import DataError, DivergedError, Problem
 from trainer.families.family import Family
+from trainer.families.lora_file import adapter_kind
 from trainer.families.values import Shape
 from trainer.files import atomic
 from trainer.files.safetensors import UNREADABLE, HeaderError, read_header
@@ -37,6 +38,7 @@ from trainer.modeling.adapter.peft_config import (
     config_inside,
     require_rank_and_alpha,
 )
+from trainer.modeling.storage.stored import StoredLinear
 from trainer.modeling.tensor_file import rewrite_sorted
 from trainer.telemetry.run_folder.results import PROOF_SUFFIX
 from trainer.words.plurals import numbered
@@ -312,7 +314,19 @@ def require_effect(effect: float, unchanged: str, where: str) -> None:
 
 
 def load_lora(context: Context, model: Any, path: Path) -> None:
-    """Put the file's adapter on, in the type it was trained in: FP8 products magnify any other rounding."""
+    """Put the file's adapter on, in the type it was trained in: FP8 products magnify any other rounding.
+
+    Raises DataError for a DoRA or a LoKr on a base that is not stored as numbers: both read its weights.
+    """
+    header = read_header(path)
+    if (kind := adapter_kind(header.tensors)) != "lora":
+        stored = next((one.kind for one in model.modules() if isinstance(one, StoredLinear)), "")
+        if stored:
+            raise DataError(
+                f"it is a {kind}, which reads the base's weights, and they are stored in {stored}",
+                where=str(path),
+                remedy=f"load the base with lora.type: {kind}, which leaves its weights as they are",
+            )
     context.family.load_adapter(model, path)
     lora.to_model_type(model)
 
