@@ -6,7 +6,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 STAMP := .venv/.installed
 CONTAINER_STAMP := .venv/.installed-container
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile -c constraints.txt
 # Interpreters that are tried, in this order: the first of a supported version that can make a virtual environment.
 PYTHONS ?= python3 python3.13 python3.12 python3.11 python3.14
 # Test processes at a time, one more than the cores of a small machine, for some of their time they wait. One thread
@@ -48,6 +48,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@# torch first: a build that pip is configured to find locally is taken before another package asks for torch.
 	@$(PIP) torch==2.13.0 setuptools
 	@$(PIP) --no-build-isolation -e '.[dev]'
+	@# pip would make the bytecode on one core. Templates among the packages are no Python: that is no failure.
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	@touch $@
 
 demo: $(STAMP) ## teach a tiny model a style in some minutes, prove it and see it; no network and no GPU needed
