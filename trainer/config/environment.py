@@ -90,7 +90,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("PYTORCH_ALLOC_CONF", "set by the plan",
              "torch's allocator; yours stays, within the cap of a machine whose memory is the host's"),
     Variable("OMP_WAIT_POLICY", "set by the plan", "how threads wait on a CPU; yours stays"),
-    Variable("OMP_NUM_THREADS", "the cores; of several processes each has a share",
+    Variable("OMP_NUM_THREADS", "the cores, or a container's limit; of several processes each has a share",
              "threads of each training process; yours stays"),
     Variable("GLOO_SOCKET_IFNAME",
              "lo for several processes; of several machines, the route's to TRAINER_MASTER",

@@ -33,7 +33,7 @@ def machine_rows(facts: Facts, requested: str, toolkit: str) -> list[Row]:
     limit = memory.cgroup_limit_bytes
     limited = f", this container's limit is {gib(limit)}" if limit is not None else ""
     available = f"{gib(memory.available_bytes)} of {gib(memory.total_bytes)} host memory available{limited}"
-    rows = [("machine", f"{facts.architecture}, {facts.cpu_count} processors, {available}")]
+    rows = [("machine", f"{facts.architecture}, {facts.processors}, {available}")]
     for gpu in facts.gpus:
         own = "shared with the CPU" if gpu.integrated else "of its own"
         capability = f"compute capability {version_text(gpu.capability)}"

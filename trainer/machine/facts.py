@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from trainer.files import codec
+from trainer.words.plurals import numbered
 
 Version = tuple[int, ...]
 _FORMER = {"index", "shm_bytes", "swap_free_bytes"}
@@ -134,6 +136,7 @@ class Facts:
 
     architecture: str
     cpu_count: int
+    """Processors that this process may run on."""
     memory: HostMemory
     wsl: bool
     driver: Version | None
@@ -148,6 +151,19 @@ class Facts:
     verdicts: tuple[KernelVerdict, ...] = ()
     readings: tuple[ReadVerdict, ...] = ()
     links: tuple[LinkVerdict, ...] = ()
+    cpu_limit: float | None = None
+    """Processors' worth of time that a container's limit grants; None without one."""
+
+    @property
+    def cores(self) -> int:
+        """Threads that compute at a time: more would wait for each other where time is limited."""
+        return self.cpu_count if self.cpu_limit is None else min(self.cpu_count, math.ceil(self.cpu_limit))
+
+    @property
+    def processors(self) -> str:
+        """The processors in words: `64 processors, this container's limit is 8`."""
+        limited = "" if self.cores == self.cpu_count else f", this container's limit is {self.cpu_limit:g}"
+        return f"{numbered(self.cpu_count, 'processor')}{limited}"
 
     @property
     def link(self) -> LinkVerdict | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trainer.errors import HardwareError
@@ -49,9 +49,7 @@ def cgroup_limits(root: Path, self_cgroup: str) -> list[tuple[int, int]]:
 
     `self_cgroup` is the text of /proc/self/cgroup. A limit may sit on any level of the tree, in v2 and v1.
     """
-    paths = {
-        controllers: path for _, controllers, path in re.findall(r"^(\d+):([^:]*):(.*)$", self_cgroup, re.M)
-    }
+    paths = _paths(self_cgroup)
     if (root / "cgroup.controllers").exists():
         return _limits(root, paths.get("", "/"), ("memory.max", "memory.current", _CACHE))
     v1_path = next((path for names, path in paths.items() if "memory" in names.split(",")), "/")
@@ -59,19 +57,53 @@ def cgroup_limits(root: Path, self_cgroup: str) -> list[tuple[int, int]]:
     return _limits(root / "memory", v1_path, ("memory.limit_in_bytes", "memory.usage_in_bytes", of_all))
 
 
+def cgroup_cpus(root: Path, self_cgroup: str) -> float | None:
+    """Processors' worth of time that the tightest cgroup above this process grants; None without a limit.
+
+    Arguments as of `cgroup_limits`. Source: the kernel's cpu.max, of v1 cpu.cfs_quota_us and its period.
+    """
+    paths = _paths(self_cgroup)
+    found = []
+    if (root / "cgroup.controllers").exists():
+        for group in _above(root, paths.get("", "/")):
+            if limit := re.fullmatch(r"(\d+) (\d+)", read_text(group / "cpu.max").strip()):
+                found.append(int(limit[1]) / int(limit[2]))
+    else:
+        path = next((path for names, path in paths.items() if "cpu" in names.split(",")), "/")
+        for group in _above(root / "cpu", path):
+            quota, period = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
+            if quota and period:  # -1 is no limit, and no number of digits alone
+                found.append(quota / period)
+    return min(found, default=None)
+
+
+def _paths(self_cgroup: str) -> dict[str, str]:
+    """Paths of this process's groups by their controllers, which are empty for v2."""
+    rows = re.findall(r"^(\d+):([^:]*):(.*)$", self_cgroup, re.M)
+    return {controllers: path for _, controllers, path in rows}
+
+
+def _above(root: Path, path: str) -> Iterator[Path]:
+    """The folder of a group, and of those above it up to `root`.
+
+    In a container the path of the host's tree does not exist below the root: the root is the own group then.
+    """
+    folder = root / path.lstrip("/")
+    for group in (folder, *folder.parents):
+        yield group
+        if group == root:
+            return
+
+
 def _limits(root: Path, path: str, files: tuple[str, str, Mapping[str, int]]) -> list[tuple[int, int]]:
     limit_name, usage_name, cache = files
-    # in a container the path of the host's tree does not exist below the root: the root is the own group then
-    folder = root / path.lstrip("/")
     limits = []
-    for group in (folder, *folder.parents):
+    for group in _above(root, path):
         limit, usage = _number(group / limit_name), _number(group / usage_name)
         if limit is not None and usage is not None and limit < _V1_UNLIMITED_BYTES:
             stat = dict(re.findall(r"^(\w+) (\d+)$", read_text(group / "memory.stat"), re.M))
             can_go = sum(sign * int(stat.get(name, 0)) for name, sign in cache.items())
             limits.append((limit, max(0, usage - max(0, can_go))))
-        if group == root:
-            break
     return limits
 
 

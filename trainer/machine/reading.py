@@ -22,7 +22,7 @@ PACKAGES = (
 )  # fmt: skip
 C_COMPILERS = ("cc", "gcc", "clang")
 """Compilers that Triton and torch.compile look for."""
-_PROC = Path("/proc")
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def read_facts(
@@ -44,7 +44,7 @@ def read_facts(
     if facts_file is not None:
         return read_recorded(facts_file, named_by)
     report = driver.query_gpus()
-    memory = host.read_memory(_PROC / "meminfo", Path("/sys/fs/cgroup"), _PROC / "self/cgroup")
+    memory = host.read_memory(_PROC / "meminfo", _CGROUPS, _PROC / "self/cgroup")
     driver_version = host.parse_driver_version(host.read_text(_PROC / "driver/nvidia/version"))
     if driver_version is None and report.cuda is not None:
         driver_version = driver.nvml_driver_version()
@@ -56,6 +56,7 @@ def read_facts(
     facts = Facts(
         architecture=platform.machine(),
         cpu_count=len(os.sched_getaffinity(0)),
+        cpu_limit=host.cgroup_cpus(_CGROUPS, host.read_text(_PROC / "self/cgroup")),
         memory=memory,
         wsl=host.is_wsl(host.read_text(_PROC / "version")),
         driver=driver_version,

@@ -55,10 +55,13 @@ def variables(situation: Situation) -> Variables:
 
 
 def _of_all(situation: Situation) -> Iterator[_Ours]:
+    facts = situation.facts
+    if situation.ranks == 1 and facts.cores < facts.cpu_count:
+        # libraries would start a thread for each processor that they see
+        yield "OMP_NUM_THREADS", str(facts.cores), facts.processors
     if not situation.on_gpu:
         return
     yield DEVICE_ORDER, BY_SLOT, "GPUs have the numbers that nvidia-smi gives them"
-    facts = situation.facts
     older = facts.driver is None or facts.driver < _SAYS_SO_ITSELF
     # of all that are visible: accelerate looks at each
     gpus = (*facts.gpus, *situation.others, *(gpu for _, gpu in situation.in_use))
@@ -70,12 +73,12 @@ def _of_all(situation: Situation) -> Iterator[_Ours]:
 
 
 def _of_ranks(situation: Situation) -> Iterator[_Ours]:
-    cores, ranks = situation.facts.cpu_count, situation.ranks_here
+    facts, ranks = situation.facts, situation.ranks_here
     if situation.ranks == 1:
         return
-    each = max(1, cores // ranks)
     shared = f", shared by {ranks} processes" if ranks > 1 else " for the process on this host"
-    yield "OMP_NUM_THREADS", str(each), f"{cores} cores{shared}"
+    of = f" of {facts.processors}" if facts.cores < facts.cpu_count else ""
+    yield "OMP_NUM_THREADS", str(max(1, facts.cores // ranks)), f"{facts.cores} cores{of}{shared}"
     if situation.hosts.several:
         yield from _between_hosts(situation)
         return

@@ -52,6 +52,25 @@ def test_cgroup_v2_limit_of_a_parent_counts_and_page_cache_does_not(tmp_path: Pa
     assert found.available_bytes == (8 - (5 - 2)) * 1024**3
 
 
+def test_the_tightest_limit_of_processors_above_counts(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    write(root / "cgroup.controllers", "cpu memory")
+    write(root / "box/cpu.max", "250000 100000\n")
+    write(root / "box/job/cpu.max", "max 100000\n")
+    assert host.cgroup_cpus(root, "0::/box/job\n") == 2.5
+    write(root / "box/job/cpu.max", "80000 40000\n")
+    assert host.cgroup_cpus(root, "0::/box/job\n") == 2.0
+    assert host.cgroup_cpus(root, "0::/other\n") is None
+
+
+@pytest.mark.parametrize(("quota", "limit"), [("150000", 1.5), ("-1", None)])
+def test_a_limit_of_processors_of_cgroup_v1(quota: str, limit: float | None, tmp_path: Path) -> None:
+    """In a container the own group is the root."""
+    write(tmp_path / "cpu/cpu.cfs_quota_us", f"{quota}\n")
+    write(tmp_path / "cpu/cpu.cfs_period_us", "100000\n")
+    assert host.cgroup_cpus(tmp_path, "5:memory:/docker/a\n4:cpu,cpuacct:/docker/a\n") == limit
+
+
 def test_page_cache_that_was_read_twice_can_go_and_what_is_to_be_written_cannot(tmp_path: Path) -> None:
     """The kernel takes active pages of files too before it kills, as MemAvailable counts them."""
     gib = 1024**3

@@ -68,6 +68,22 @@ def test_ranks_on_a_cpu_share_its_cores_and_meet_by_loopback(planned: Any) -> No
     assert ORDER[0] not in rows(found)
 
 
+def test_threads_are_those_that_a_container_s_limit_lets_compute(planned: Any) -> None:
+    """`docker run --cpus`, or resources.limits.cpu of a pod: more threads would only wait for each other."""
+    facts = dataclasses.replace(machine("h200"), cpu_count=128, cpu_limit=7.5)
+    found = planned(facts, {})
+    assert found.environment["OMP_NUM_THREADS"] == "8"
+    assert rows(found)["OMP_NUM_THREADS"] == ("auto", "8: 128 processors, this container's limit is 7.5")
+    found = planned(dataclasses.replace(facts, gpus=facts.gpus * 2), {})
+    assert found.rank_environment["OMP_NUM_THREADS"] == "4"
+    assert rows(found)["OMP_NUM_THREADS"][1].startswith(
+        "4: 8 cores of 128 processors, this container's limit"
+    )
+    assert planned(facts, {"OMP_NUM_THREADS": "3"}).environment["OMP_NUM_THREADS"] == "3"
+    for limit in (128.0, 500.0):  # no limit of this machine
+        assert "OMP_NUM_THREADS" not in planned(dataclasses.replace(facts, cpu_limit=limit), {}).environment
+
+
 @pytest.mark.parametrize("name", ["h200", "rtx-4090"])
 def test_one_process_needs_only_the_numbers_of_its_gpu(planned: Any, name: str) -> None:
     found = planned(gpus(name, 2), {}, parallel__gpus=1)

@@ -134,7 +134,7 @@ def _checks(facts: Facts) -> list[Check]:
     capped = f"; this container may take {gib(limit)}" if limit is not None else ""
     text = f"{gib(memory.available_bytes)} of {gib(memory.total_bytes)} are available{capped}"
     found.append(Check(name="Memory", kind="good", text=text))
-    found.append(Check(name="Processor", kind="good", text=f"{facts.cpu_count} cores, {facts.architecture}"))
+    found.append(Check(name="Processor", kind="good", text=f"{facts.processors}, {facts.architecture}"))
     torch = facts.torch
     text = "is not installed here: runs start elsewhere"
     if torch is not None:
