@@ -24,9 +24,10 @@ from tests.contract.runs import (
 )
 from tests.e2e.conftest import Process, Start, common_environment
 from tests.ranks import is_gone
-from trainer.errors import ExitCode, as_data
-from trainer.telemetry import control
+from trainer.errors import ExitCode, Problem, as_data
+from trainer.telemetry import control, locks
 from trainer.telemetry.control import Order, Request
+from trainer.telemetry.rundir import LOCK_FILE
 from trainer.telemetry.runs import State, read_run
 from trainer.telemetry.status import Phase
 
@@ -113,6 +114,23 @@ def test_a_run_without_its_supervisor_records_its_own_end(child: str, start: Sta
         assert "killed, or the machine went down" in run.end.meaning
     else:
         assert (run.state, run.end.exit_code) == (State.RESUMABLE, ExitCode.STOPPED)
+
+
+@pytest.mark.slow
+def test_an_attempt_beside_a_run_leaves_that_run_s_log_alone(start: Start, tmp_path: Path) -> None:
+    """Its last line may just be written."""
+    folder, half = tmp_path / "run", '{"time": "2026-11-30T12:00:00", "mess'
+    folder.mkdir()
+    (folder / "log.jsonl").write_text(half)
+    taken = Problem(what="another run is using this folder")
+    with locks.holding(folder / LOCK_FILE, supervisor=os.getpid(), taken=taken, on_wait=print):
+        code, errors = start(LORA_CASES[0], tmp_path).end()
+    assert code == ExitCode.BAD_CONFIG and "another run is using this folder" in errors
+    assert (folder / "log.jsonl").read_text() == half
+    short = ("train.max_train_steps=1", "validation.prompts=[]", *NO_ROUNDS)
+    assert start(LORA_CASES[0], tmp_path, *short).end()[0] == 0
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    assert half not in lines and any("Proved: " in json.loads(line)["message"] for line in lines)
 
 
 @pytest.mark.slow

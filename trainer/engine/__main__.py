@@ -95,11 +95,15 @@ def main(spec_path: str) -> int:
 
 
 def _make_folder(config: RunConfig, spec: Spec, rank: int) -> None:
-    """Make the run's folder, and log there from now on. Raises ConfigError where it cannot be written."""
+    """Make the run's folder, and log there from now on, unless another run has it, whose log that is.
+
+    Raises ConfigError where it cannot be written.
+    """
     try:
         config.output_dir.mkdir(parents=True, exist_ok=True)
         require_own_names(config.output_dir)
-        log.setup(config.output_dir, rank, host=spec.host)
+        taken = rank == 0 and locks.is_held(config.output_dir / LOCK_FILE)
+        log.setup(None if taken else config.output_dir, rank, host=spec.host)
     except OSError as error:
         raise ConfigError(
             f"the output folder cannot be written: {error.strerror}",

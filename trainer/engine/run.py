@@ -48,7 +48,7 @@ from trainer.files import atomic, codec
 from trainer.modeling.base.source import pinned
 from trainer.modeling.storage.shared_memory import peak_bytes
 from trainer.planning.choose import encoding
-from trainer.telemetry import locks
+from trainer.telemetry import locks, log
 from trainer.telemetry.run_folder import process
 from trainer.telemetry.run_folder.plan import PLAN_FILE
 from trainer.telemetry.rundir import CONFIG_FILE, LOCK_FILE
@@ -91,9 +91,7 @@ def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
 
 
 def train(context: Context, samples: Samples, spec: Spec) -> None:
-    """Cache, build, resume, train, export and prove. Raises as `locks.holding` where another run has the
-    folder.
-    """
+    """Cache, build, resume, train, export and prove. Raises as `locks.holding`."""
     apply_backend_settings(context)
     context.run_dir.mkdir(parents=True, exist_ok=True)
 
@@ -115,6 +113,8 @@ def train(context: Context, samples: Samples, spec: Spec) -> None:
         ),
         on_wait=on_wait,
     ):
+        if spec.supervisor_pid is not None:  # a process of its own; it may have waited without a log there
+            log.setup(context.run_dir)
         _train(context, samples, spec)
 
 
