@@ -8,8 +8,13 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from trainer.machine.host import parse_meminfo, read_text
 from trainer.machine.idle import read_gpu
+from trainer.words.sizes import GIB
+
+_MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +24,7 @@ class Machine:
     gpu: str
     """Empty where there is none."""
     gpu_gib: float
+    """Its memory; the host's where the GPU has none of its own, of which nvidia-smi says nothing."""
     driver: str
     torch: str
     packages: str
@@ -34,11 +40,13 @@ def describe(month: str | None = None, *, gpus: Sequence[str] | None = None) -> 
     first one: the first visible one if not given, none of an empty list.
     """
     found = None if gpus is not None and not gpus else read_gpu(gpus[0] if gpus else None)
-    gpu = None if found is None else found[0]
+    gpu, gib = None if found is None else found[0], 0.0
+    if gpu is not None:
+        gib = _host_gib() if gpu.total_mib is None else gpu.total_mib / 1024
     names = ("diffusers", "transformers", "peft")
     return Machine(
         gpu="" if gpu is None else gpu.name,
-        gpu_gib=0.0 if gpu is None or gpu.total_mib is None else round(gpu.total_mib / 1024, 1),
+        gpu_gib=round(gib, 1),
         driver="" if gpu is None else gpu.driver,
         torch=importlib.metadata.version("torch"),
         packages=", ".join(f"{name} {importlib.metadata.version(name)}" for name in names),
@@ -46,3 +54,7 @@ def describe(month: str | None = None, *, gpus: Sequence[str] | None = None) -> 
         architecture=platform.machine(),
         month=month or time.strftime("%Y-%m"),
     )
+
+
+def _host_gib() -> float:
+    return parse_meminfo(read_text(_MEMINFO)).get("MemTotal", 0) / GIB
