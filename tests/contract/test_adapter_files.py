@@ -291,7 +291,7 @@ def test_what_nothing_can_be_learned_from_is_told_before_anything_is_encoded(
         "is of int32, which no adapter is": ({one: value.int() for one, value in tensors.items()}, metadata),
         "no regular expression": (tensors, {**metadata, "lora_adapter_metadata": json.dumps(pattern)}),
         "is not this run's adapter": (
-            {**tensors, "transformer.x.lora_magnitude_vector": tensors[name].clone()},
+            {**tensors, **{f"transformer.x.lora_{one}.weight": torch.ones(4, 4) for one in "AB"}},
             metadata,
         ),
     }

@@ -231,11 +231,22 @@ def split_shards(tensors: Mapping[str, Writable], limit_bytes: int) -> list[dict
     return shards
 
 
+def require_written(path: Path, digest: str) -> None:
+    """Raise DataError unless the file at `path`, read back, has the SHA-256 of what was written."""
+    with atomic.reading_told(path), path.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+            what = "the file read back from disk is not what was written"
+            raise DataError(what, where=str(path), remedy="look at this disk and at the machine's memory")
+
+
 def rewrite_sorted(path: Path, metadata: Mapping[str, str]) -> None:
-    """Rewrite a file that a library wrote so that equal tensors give equal bytes, with more metadata."""
+    """Rewrite a file that a library wrote so that equal tensors give equal bytes, with more metadata.
+
+    The new file is read back: DataError where it is not what was written.
+    """
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
         metadata = {**(file.metadata() or {}), **metadata}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    write_tensors(path, tensors, metadata, None)
+    require_written(path, write_tensors(path, tensors, metadata, None))

@@ -367,7 +367,7 @@ def check_file(path: Path) -> int:
         raise DataError(what, where=str(path), remedy=UNREADABLE) from error
     require_known_names(tensors, path)
     ups = {name: part for name in tensors for part in _grows(name)}
-    faults = [f"{name} is not finite" for name, value in tensors.items() if not bool(value.isfinite().all())]
+    faults = [f"{name} is not finite" for name, one in tensors.items() if not one.float().isfinite().all()]
     if not ups:
         faults.append("holds no lora_B tensor: this is not a LoRA, or it was saved empty")
     for name, part in ups.items():

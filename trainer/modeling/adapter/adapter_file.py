@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from trainer.errors import DataError
 from trainer.files.safetensors import UNREADABLE
 from trainer.modeling.adapter.comfyui import Parts, alpha_and_rank
-from trainer.modeling.adapter.lora import effective_change
+from trainer.modeling.adapter.lora import effective_change, lokr_factor
 from trainer.modeling.adapter.peft_config import (
     CONFIG_INSIDE,
     PEFT_PREFIX,
@@ -33,6 +33,20 @@ _PREFIXES: Mapping[Layout, tuple[str, ...]] = {
 """Prefixes of a layer's name in the file."""
 _TENSOR = re.compile(r"(.+?)\.((?:lora_|lokr_).+|alpha|dora_scale)")
 """A layer with what stands before it, and a part of its adapter."""
+_PARTS = frozenset(
+    {"lora_A.weight", "lora_B.weight", "lora_magnitude_vector"}
+    | {f"lokr_w{number}{end}" for number in (1, 2) for end in ("", "_a", "_b")}
+)
+_PARTS_OF_COMFYUI = _PARTS | {"alpha", "dora_scale"}
+"""The parts that are read; another one changes what the adapter computes."""
+_RESIDUAL = ("pissa", "olora", "corda", "lora_ga", "loftq")
+"""How `init_lora_weights` begins of adapters that peft starts by changing the base under them."""
+OTHER_PROGRAM = "it is laid out for ComfyUI, or of another program: it does not say how it was trained"
+"""Words for an adapter without peft's configuration, and the remedy where one is needed."""
+NAME_A_RUNS = (
+    "name a file that a run saved, without `.comfyui` in its name; of others `trainer export FILE"
+    " --format diffusers` writes one with the rank and alpha that ComfyUI reads in it"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +101,14 @@ def read_adapter(path: Path) -> AdapterFile:
     if config.get("use_rslora"):
         what = "its layers are scaled by the root of their rank (use_rslora), which is not read"
         raise DataError(what, where=str(path), remedy="name a LoRA that this trainer saved")
+    begun = config.get("init_lora_weights")
+    if isinstance(begun, str) and begun.lower().startswith(_RESIDUAL):
+        raise DataError(
+            f"it began with `init_lora_weights: {begun}`, which changes the base as well: over the base as it"
+            " is the adapter means something else",
+            where=str(path),
+            remedy="save it with peft's path_initial_model_for_weight_conversion, which makes a plain LoRA",
+        )
     config = {"rank_pattern": {}, "alpha_pattern": {}, **config}
     if layout == "diffusers":
         require_rank_and_alpha(config, path)
@@ -126,11 +148,26 @@ def _by_layer(
             raise DataError(f"{name} is no tensor of an adapter", where=str(path), remedy=remedy)
         found.setdefault(parted[1].removeprefix(prefix), {})[parted[2]] = tensor
     for module, parts in found.items():
-        if ("lora_A.weight" in parts) != ("lora_B.weight" in parts):
-            raise DataError(f"{module} has only one of lora_A and lora_B", where=str(path))
+        _require_parts(module, parts, _PARTS_OF_COMFYUI if layout == "comfyui" else _PARTS, path)
     if not found:
         raise DataError("holds no tensor", where=str(path), remedy="name a LoRA that this trainer saved")
     return found
+
+
+def _require_parts(module: str, parts: Parts, known: Set[str], path: Path) -> None:
+    """Raise DataError for a part that is not `known`, and where a factor is missing."""
+    if strange := min(parts.keys() - known, default=None):
+        remedy = "name a LoRA that this trainer saved, or use the file with the program that it is from"
+        what = f"{module}.{strange} is a part of an adapter that is not read"
+        raise DataError(what, where=str(path), remedy=remedy)
+    if ("lora_A.weight" in parts) != ("lora_B.weight" in parts):
+        raise DataError(f"{module} has only one of lora_A and lora_B", where=str(path))
+    factors = (name in parts or {f"{name}_a", f"{name}_b"} <= parts.keys() for name in ("lokr_w1", "lokr_w2"))
+    if "lora_A.weight" not in parts and not all(factors):
+        remedy = "copy or download the file again, or name one that this trainer saved"
+        raise DataError(
+            f"{module} has nothing but {', '.join(sorted(parts))}", where=str(path), remedy=remedy
+        )
 
 
 def _config_of_comfyui(layers: Mapping[str, dict[str, torch.Tensor]]) -> dict[str, Any]:
@@ -152,34 +189,39 @@ def _config_of_comfyui(layers: Mapping[str, dict[str, torch.Tensor]]) -> dict[st
     }
 
 
+def require_shape(shape: Sequence[int], parts: Parts, module: str) -> None:
+    """Raise DataError unless a layer's adapter changes a weight of `shape`, (out, in)."""
+    try:
+        changed = _change({part: tensor.to("meta") for part, tensor in parts.items()}, 1.0).shape
+    except RuntimeError as error:
+        shapes = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in sorted(parts.items()))
+        remedy = "copy or download the file again, or name one that this trainer saved"
+        raise DataError(f"the factors of {module} do not fit each other: {shapes}", remedy=remedy) from error
+    if tuple(changed) != tuple(shape):
+        what = f"{module} changes a weight of {tuple(changed)}, the base's is {tuple(shape)}"
+        raise DataError(what, remedy="the adapter is of another base model")
+
+
 def merged_weight(weight: torch.Tensor, parts: Parts, config: Mapping[str, Any], module: str) -> torch.Tensor:
     """A layer's weight (out, in) with its adapter in it, fp32: W + s B A; DoRA gives each row its length.
 
     Source: peft's tuners/lora and tuners/lokr, `get_delta_weight` and `merge`. Raises DataError for another
     layer's shapes.
     """
+    require_shape(weight.shape, parts, module)
     alpha, rank = alpha_and_rank(config, module)
-    scale = alpha / rank
-    if "lora_A.weight" in parts:
-        change = effective_change(parts["lora_A.weight"], parts["lora_B.weight"], scale)
-    else:
-        left, right = _factor(parts, "lokr_w1"), _factor(parts, "lokr_w2")
-        change = scale * torch.kron(left, right)
-    if change.shape != weight.shape:
-        what = f"{module} changes a weight of {tuple(change.shape)}, the base's is {tuple(weight.shape)}"
-        raise DataError(what, remedy="the adapter is of another base model")
-    changed = weight.float() + change
+    changed = weight.float() + _change(parts, alpha / rank)
     magnitude = parts.get("lora_magnitude_vector")
     if magnitude is None:
         return changed
     return changed * (magnitude.float() / changed.norm(dim=1))[:, None]
 
 
-def _factor(parts: Parts, name: str) -> torch.Tensor:
-    """One factor of a Kronecker product, fp32; it may itself be of low rank."""
-    if name in parts:
-        return parts[name].float()
-    return parts[f"{name}_a"].float() @ parts[f"{name}_b"].float()
+def _change(parts: Parts, scale: float) -> torch.Tensor:
+    """The change of one weight, (out, in) fp32."""
+    if "lora_A.weight" in parts:
+        return effective_change(parts["lora_A.weight"], parts["lora_B.weight"], scale)
+    return scale * torch.kron(lokr_factor(parts, "lokr_w1"), lokr_factor(parts, "lokr_w2"))
 
 
 def require_fits(model: torch.nn.Module, path: Path, prefix: str) -> None:

@@ -7,7 +7,6 @@ base's, where peft and the paper divide by that of the changed ones.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ from typing import Any
 import torch
 
 from trainer.errors import DataError
-from trainer.files import atomic
-from trainer.modeling.adapter.lora import effective_change
+from trainer.modeling.adapter.lora import effective_change, lokr_factor
 from trainer.modeling.adapter.targets import pattern_value
-from trainer.modeling.tensor_file import write_tensors
+from trainer.modeling.tensor_file import require_written, write_tensors
 
 Parts = Mapping[str, torch.Tensor]
 """Tensors of one layer, by what follows its name: `lora_A.weight`, `lokr_w1`, ..."""
@@ -49,7 +47,8 @@ def write_comfyui(
         if any(part.startswith("lokr_") for part in parts):
             # without an alpha ComfyUI scales by one, as it does a factor without a rank: one factor is
             # scaled, in fp32, in which ComfyUI multiplies: scaled values may lie between those of bf16
-            found = {**parts, "lokr_w1": parts["lokr_w1"].float() * (alpha / rank)}
+            found = {part: tensor for part, tensor in parts.items() if not part.startswith("lokr_w1")}
+            found["lokr_w1"] = lokr_factor(parts, "lokr_w1") * (alpha / rank)
         else:
             down, up = parts["lora_A.weight"], parts["lora_B.weight"]
             found = {"lora_A.weight": down, "lora_B.weight": up}
@@ -62,11 +61,7 @@ def write_comfyui(
                 # it swaps the rows of the low-rank change as those of the weight, and leaves these alone
                 found["dora_scale"] = torch.cat(scale.chunk(2)[::-1]) if module in swapped else scale
         tensors |= {f"{prefix}.{part}": tensor.contiguous() for part, tensor in found.items()}
-    written = write_tensors(path, tensors, {"format": "pt", **metadata}, None)
-    with atomic.reading_told(path), path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != written:
-            what = "the file read back from disk is not what was written"
-            raise DataError(what, where=str(path), remedy="look at this disk and at the machine's memory")
+    require_written(path, write_tensors(path, tensors, {"format": "pt", **metadata}, None))
 
 
 def alpha_and_rank(config: Mapping[str, Any], module: str) -> tuple[float, int]:

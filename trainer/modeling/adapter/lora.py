@@ -150,3 +150,10 @@ def portable_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def effective_change(down: torch.Tensor, up: torch.Tensor, scale: float) -> torch.Tensor:
     """The change of one weight, (out, in) fp32: scale * up @ down."""
     return scale * (up.float() @ down.float())
+
+
+def lokr_factor(parts: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """One factor of a Kronecker product, fp32: `lokr_w1` or `lokr_w2`, which may itself be of low rank."""
+    if name in parts:
+        return parts[name].float()
+    return parts[f"{name}_a"].float() @ parts[f"{name}_b"].float()

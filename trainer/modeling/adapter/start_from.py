@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainer.errors import AccessError, ConfigError, DataError, Problem
-from trainer.modeling.adapter.adapter_file import AdapterFile, read_adapter
+from trainer.modeling.adapter.adapter_file import NAME_A_RUNS, OTHER_PROGRAM, AdapterFile, read_adapter
 from trainer.modeling.adapter.comfyui import alpha_and_rank, by_module
 from trainer.modeling.adapter.lora import ADAPTER, adapter_config
 
@@ -61,7 +61,7 @@ def _require_trainable(saved: Mapping[str, torch.Tensor], path: Path) -> None:
         if not value.is_floating_point()
         else f"{name} is not finite"
         for name, value in saved.items()
-        if not value.is_floating_point() or not bool(value.isfinite().all())
+        if not value.is_floating_point() or not bool(value.float().isfinite().all())
     ]
     if not faults and not any(bool(value.any()) for value in saved.values()):
         faults = ["every tensor is zero, and nothing is learned from there"]
@@ -82,12 +82,7 @@ def _read(path: Path) -> AdapterFile:
         ]
         raise ConfigError(told) from error
     if adapter.layout == "comfyui":
-        what = f"{path} is laid out for ComfyUI, or of another program: it does not say how it was trained"
-        remedy = (
-            "name a file that a run saved, without `.comfyui` in its name; of others `trainer export FILE"
-            " --format diffusers` writes one with the rank and alpha that ComfyUI reads in it"
-        )
-        raise ConfigError(what, where=WHERE, remedy=remedy)
+        raise ConfigError(f"{path}: {OTHER_PROGRAM}", where=WHERE, remedy=NAME_A_RUNS)
     return adapter
 
 
