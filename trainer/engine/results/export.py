@@ -13,12 +13,15 @@ import torch
 
 from trainer import families
 from trainer.engine.results.proof import check_file, save_adapter
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.families.family import Family
 from trainer.files import atomic
 from trainer.modeling.adapter.adapter_file import AdapterFile, read_adapter
 from trainer.modeling.adapter.comfyui import write_comfyui
 from trainer.planning.shapes.geometry import TABLES, linear_weights, read_table
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+"""The number of a block in a layer's name."""
 
 
 def export(path: Path, form: str, target: Path | None, family_name: str | None) -> Path:
@@ -41,6 +44,7 @@ def export(path: Path, form: str, target: Path | None, family_name: str | None) 
         )
         remedy = "the run that trained it wrote both files: they are in its folder lora/"
         raise ConfigError(f"a {adapter.kind} needs {needs} for that", where=str(path), remedy=remedy)
+    adapter = _own_names(adapter, family, path)
     stem = path.name.removesuffix(".safetensors").removesuffix(".comfyui")
     target = target or path.with_name(f"{stem}.{form}.safetensors")
     if target.exists():
@@ -51,8 +55,7 @@ def export(path: Path, form: str, target: Path | None, family_name: str | None) 
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
             path = Path(folder) / target.name
             if form == "diffusers":
-                own = _own_names(adapter, family)
-                path = save_adapter(family, own.state, _peft_config(own), own.metadata, path)
+                path = save_adapter(family, adapter.state, _peft_config(adapter), adapter.metadata, path)
             else:
                 write_comfyui(
                     adapter.state,
@@ -63,6 +66,7 @@ def export(path: Path, form: str, target: Path | None, family_name: str | None) 
                     weight_of=_no_weight,
                     swapped=family.comfyui_swaps,
                 )
+            check_file(path)
             path.replace(target)
     atomic.sync_directory(target.parent)
     return target
@@ -82,17 +86,29 @@ def _family(adapter: AdapterFile, path: Path, name: str | None) -> Family:
     return families.get(name)
 
 
-def _own_names(adapter: AdapterFile, family: Family) -> AdapterFile:
-    """A ComfyUI file's adapter with the model's names for layers that ComfyUI names otherwise."""
-    shapes = read_table(TABLES / f"{family.name}.json")[family.trained_component]
+def _own_names(adapter: AdapterFile, family: Family, path: Path) -> AdapterFile:
+    """The adapter with the model's names for layers that ComfyUI names otherwise.
+
+    Raises DataError for layers that are none of the family's by either name.
+    """
+    linears = linear_weights(read_table(TABLES / f"{family.name}.json")[family.trained_component])
     # without `transformer.` or `diffusion_model.`, as the file's layers are read
     theirs = {
-        key.partition(".")[2]: name
-        for name in linear_weights(shapes)
-        if (key := family.comfyui_keys(name)) is not None
+        key.partition(".")[2]: name for name in linears if (key := family.comfyui_keys(name)) is not None
     }
+    # a base may have more blocks than the one of the table
+    known = {_NUMBER.sub(".#", name) for name in (*theirs, *linears)}
+    strange = sorted(name for name in adapter.layers if _NUMBER.sub(".#", name) not in known)
+    if strange:
+        raise DataError(
+            f"{len(strange)} of its {len(adapter.layers)} layers are none of {family.title}'s by a name that"
+            f" is known here, first {strange[0]}",
+            where=str(path),
+            remedy="is it for this family? Names that other programs give are not converted: use the file"
+            " with the program that it is from",
+        )
     renamed = {name: theirs[name] for name in adapter.layers if theirs.get(name, name) != name}
-    if not renamed:
+    if adapter.layout != "comfyui" or not renamed:
         return adapter
     layers = {renamed.get(name, name): parts for name, parts in adapter.layers.items()}
     # as `read_adapter` writes the patterns of a ComfyUI file

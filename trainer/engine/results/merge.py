@@ -9,8 +9,9 @@ import contextlib
 import fcntl
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -22,21 +23,31 @@ from trainer.engine.results.proof import check_file
 from trainer.errors import ConfigError, DataError
 from trainer.families.family import Family
 from trainer.files import atomic
-from trainer.modeling.adapter.adapter_file import AdapterFile, merged_weight, read_adapter
+from trainer.files.safetensors import UNREADABLE, HeaderError, read_header
+from trainer.modeling.adapter.adapter_file import (
+    NAME_A_RUNS,
+    OTHER_PROGRAM,
+    AdapterFile,
+    merged_weight,
+    read_adapter,
+    require_shape,
+)
 from trainer.modeling.base.base import tokenizer_files
 from trainer.modeling.base.load import shard_files
 from trainer.modeling.base.source import ModelSource
-from trainer.modeling.tensor_file import write_tensors
+from trainer.modeling.tensor_file import require_written, write_tensors
 from trainer.telemetry import locks
 from trainer.ways.storages import frozen
 from trainer.words.plurals import numbered
 
-_PLAIN = (torch.float32, torch.bfloat16, torch.float16)
-"""Types in which a weight can be changed."""
+_PLAIN = ("F32", "BF16", "F16")
+"""Types in which a weight can be changed, by their names in headers."""
 _MARK, _MARKED = ".merging", "trainer merge writes this folder; if it is killed, its next call removes it\n"
 """The file that marks a folder that is being written, and its text."""
 _TEXTS = re.compile(r"(LICEN[CS]E|NOTICE|README)[\w.-]*|model_index\.json", re.IGNORECASE)
 """Files beside the components that belong to the model."""
+_HEAD, _EMBEDDING = "lm_head", "embed_tokens"
+"""A language model's head, and the layer that it may share its weight with."""
 
 
 def merge(loaded: Loaded, source: ModelSource, lora: Path, target: Path, say: Callable[[str], None]) -> int:
@@ -50,6 +61,7 @@ def merge(loaded: Loaded, source: ModelSource, lora: Path, target: Path, say: Ca
     adapter = read_adapter(lora)
     _require(loaded, family, source, adapter, lora, target)
     check_file(lora)
+    _require_layers(family, source, adapter)
     left, _ = atomic.names_beside(target)
     if left.exists():
         say(f"{left}: left by a merge that was killed, removed")
@@ -79,8 +91,7 @@ def _require(
     if source.random_components:
         raise ConfigError("random weights have no files to merge into", where="model.weights")
     if adapter.layout == "comfyui":
-        remedy = "name the file without `.comfyui` in its name"
-        raise ConfigError("it is laid out for ComfyUI", where=str(lora), remedy=remedy)
+        raise ConfigError(OTHER_PROGRAM, where=str(lora), remedy=NAME_A_RUNS)
     for path in (target, *atomic.names_beside(target)):
         if os.path.lexists(path) and not _is_left(path):
             killed = "" if path == target else "if a merge that was killed left it, remove it; else "
@@ -93,6 +104,41 @@ def _require(
         # the copy would hold itself
         what = f"{target} is in the base model's folder"
         raise ConfigError(what, where="--to", remedy="name another place")
+
+
+def _require_layers(family: Family, source: ModelSource, adapter: AdapterFile) -> None:
+    """Raise DataError where the headers of the base's files lack a layer of the adapter, or have it in
+    another shape, ConfigError where it is stored quantised.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for file in shard_files(source.component(family.trained_component)):
+        try:
+            found |= read_header(file).tensors
+        except (OSError, HeaderError) as error:
+            what = f"cannot be read as safetensors ({error})"
+            raise DataError(what, where=str(file), remedy=UNREADABLE) from error
+    missing = [module for module in adapter.layers if f"{module}.weight" not in found]
+    if _HEAD in missing and (embedding := min((name for name in found if _EMBEDDING in name), default=None)):
+        raise DataError(
+            f"{_HEAD} shares its weight with the embedding: the base's files have it once, as {embedding},"
+            " and an adapter of the head would change both",
+            where=source.identity,
+            remedy="use the LoRA as it is, or train one without the head",
+        )
+    if missing:
+        raise DataError(
+            f"{numbered(len(missing), 'layer of the adapter is', 'layers of the adapter are')} not in the"
+            f" base, first {min(missing)}",
+            where=source.identity,
+            remedy="the adapter is of another base model",
+        )
+    for module, parts in adapter.layers.items():
+        entry = found[f"{module}.weight"]
+        if entry["dtype"] not in _PLAIN:
+            remedy = "name the base in bf16, or use the LoRA as it is"
+            what = f"{module}.weight is stored quantised ({entry['dtype']})"
+            raise ConfigError(what, where=source.identity, remedy=remedy)
+        require_shape(tuple(entry["shape"]), parts, module)
 
 
 @contextlib.contextmanager
@@ -156,7 +202,6 @@ def _merge_shards(
     family: Family, source: ModelSource, adapter: AdapterFile, folder: Path, say: Callable[[str], None]
 ) -> None:
     """Every shard of the trained component, with the same name and the same tensors in it."""
-    left = set(adapter.layers)
     files = shard_files(source.component(family.trained_component))
     for number, file in enumerate(files, start=1):
         tensors: dict[str, torch.Tensor] = {}
@@ -164,20 +209,22 @@ def _merge_shards(
             metadata = {"format": "pt", **(shard.metadata() or {})}
             for name in shard.keys():  # noqa: SIM118 (not a mapping)
                 tensor, module = shard.get_tensor(name), name.removesuffix(".weight")
-                if module != name and module in left:
-                    if tensor.dtype not in _PLAIN:
-                        remedy = "name the base in bf16, or use the LoRA as it is"
-                        raise ConfigError(f"{name} is stored quantised ({tensor.dtype})", remedy=remedy)
-                    left.discard(module)
+                if module != name and module in adapter.layers:
                     merged = merged_weight(tensor, adapter.layers[module], adapter.config, module)
-                    tensor = merged.to(tensor.dtype)
+                    tensor = _cast(merged, tensor.dtype, module)
                 tensors[name] = tensor
-        write_tensors(folder / family.trained_component / file.name, tensors, metadata, None)
+        target = folder / family.trained_component / file.name
+        require_written(target, write_tensors(target, tensors, metadata, None))
         say(f"{file.name}: {number} of {len(files)}")
-    if left:
+
+
+def _cast(merged: torch.Tensor, dtype: torch.dtype, module: str) -> torch.Tensor:
+    """A merged weight in its file's type; DataError where that has no numbers for its values."""
+    cast = merged.to(dtype)
+    if not bool(cast.isfinite().all()):
         raise DataError(
-            f"{numbered(len(left), 'layer of the adapter is', 'layers of the adapter are')} not in the base,"
-            f" first {min(left)}",
-            where=source.identity,
-            remedy="the adapter is of another base model",
+            f"{module}, merged, is not finite in {str(dtype).removeprefix('torch.')}, the type of the base's"
+            f" file; its largest value is {merged.abs().max().item():.3g}",
+            remedy="name the base in bf16, or use the LoRA as it is",
         )
+    return cast
