@@ -127,33 +127,39 @@ TIED = {
 HEAD, WORDS = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def names(ranks: Ranks, folder: Path) -> list[str]:
-    """Parameters of a language model in rows."""
+def rows(ranks: Ranks, folder: Path) -> dict[str, torch.Tensor]:
+    """Parameters of a language model in rows: those that this rank has."""
     from transformers import LlamaForCausalLM
 
-    from trainer.modeling.storage.trained_rows import parameters
+    from trainer.modeling.storage.trained_rows import own_rows, parameters
 
     source = ModelSource(folder=folder, identity="x", revision=None, random_components=frozenset(), seed=0)
     structure = build_structure(LlamaForCausalLM, source, "", device="cpu", dtype=torch.float32, replace=None)
     blocks = repeated_blocks(structure.module, ("LlamaDecoderLayer",))
     root = load_rows.fill_rows(structure, blocks, rank=ranks.rank, size=ranks.size)
-    return [name for name, _ in parameters(root)]
+    return {name: own_rows(one).clone() for name, one in parameters(root)}
 
 
-@pytest.mark.parametrize(("more", "shared"), [(None, True), (0.0, True), (1.0, False)])
-def test_a_head_that_the_files_hold_too_is_shared_where_it_is_equal(
-    pool: Workers, tmp_path: Path, more: float | None, shared: bool
+@pytest.mark.parametrize("held", ["words", "both", "differing", "head"])
+def test_a_head_is_shared_with_the_words_unless_the_files_hold_other_values_for_it(
+    pool: Workers, tmp_path: Path, held: str
 ) -> None:
-    """Its names are those of the model that transformers loads."""
+    """Names and values are those of the model that transformers loads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     LlamaForCausalLM(LlamaConfig(**TIED)).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors.pop(HEAD, None)
-    if more is not None:
-        tensors[HEAD] = tensors[WORDS] + more
+    values = tensors.pop(WORDS)
+    tensors |= {
+        "words": {WORDS: values},
+        "both": {WORDS: values, HEAD: values.clone()},
+        "differing": {WORDS: values, HEAD: values + 1},
+        "head": {HEAD: values},  # as the savers of safetensors and accelerate may leave it
+    }[held]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    theirs = [name for name, _ in LlamaForCausalLM.from_pretrained(tmp_path).named_parameters()]
-    assert (HEAD in theirs) == (not shared)
-    for found in pool.call(names, 2, tmp_path):
-        assert sorted(found) == sorted(theirs)
+    theirs = dict(LlamaForCausalLM.from_pretrained(tmp_path).named_parameters())
+    assert (HEAD in theirs) == (held == "differing")
+    found = pool.call(rows, 2, tmp_path)
+    for name, whole in theirs.items():
+        assert torch.equal(torch.cat([one[name] for one in found]), whole), name
+    assert all(one.keys() == theirs.keys() for one in found)

@@ -70,6 +70,9 @@ class _Filling:
             name: (own_rows(one), Rows(shape=tuple(one.shape), rank=rank, size=size))
             for name, one in parameters(root)
         }
+        first = {id(one): name for name, one in parameters(root)}
+        every = root.model.named_parameters(remove_duplicate=False)
+        self._first = {name: first[id(one)] for name, one in every}
         self._buffers = dict(structure.module.named_buffers())
         self._missing = set(self._rows)
 
@@ -94,11 +97,11 @@ class _Filling:
             )
         if name in self._buffers:
             self._buffers[name].copy_(file.get_tensor(key))
-        elif name in self._rows:  # else another name of a weight that is shared
-            own, rows = self._rows[name]
+        elif name in self._rows or self._first[name] in self._missing:  # else it is shared, and there already
+            own, rows = self._rows[self._first[name]]
             if own.numel():
                 own.copy_(stored[rows.start : rows.stop])
-            self._missing.discard(name)
+            self._missing.discard(self._first[name])
 
     def require_complete(self) -> None:
         """Raise AccessError where a parameter has no values."""
@@ -124,7 +127,8 @@ def _share(module: Any, files: Sequence[Path], rename: Callable[[str], str]) -> 
             held |= {rename(key): (path, key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
     twice = {name for name, other in shared.items() if {name, other} <= held.keys()}
     equal = {name for name in twice if _equal(held[name], held[shared[name]])}
-    module.tie_weights(missing_keys=(shared.keys() - held.keys()) | equal, recompute_mapping=False)
+    missing = ({*shared, *shared.values()} - held.keys()) | equal
+    module.tie_weights(missing_keys=missing, recompute_mapping=False)
 
 
 def _equal(one: tuple[Path, str], other: tuple[Path, str]) -> bool:
