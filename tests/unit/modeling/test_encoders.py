@@ -250,6 +250,34 @@ def test_files_may_hold_more_but_not_less(encoder: Callable[[Any], ModelSource])
         load(T5EncoderModel, base, "int8")
 
 
+@pytest.mark.parametrize("weights", [None, *BANDS])
+@pytest.mark.parametrize("is_tied", [False, True], ids=["apart", "tied"])
+def test_a_copy_without_the_head_encodes_as_one_with_it(
+    is_tied: bool, weights: str | None, tmp_path: Path
+) -> None:
+    """transformers draws such a head at random; what encodes never computes it."""
+    kind = Qwen2_5_VLForConditionalGeneration
+    torch.manual_seed(0)
+    config = kind.config_class(**{**CONFIGS[kind], "tie_word_embeddings": is_tied})
+    kind(config).save_pretrained(tmp_path / "text_encoder")
+    base = source(tmp_path)
+    expected = embeddings(load(kind, base, weights))
+    (path,) = (base.folder / "text_encoder").glob("*.safetensors")
+    tensors = load_file(path)
+    heads = [name for name in tensors if name.endswith("lm_head.weight")]
+    assert len(heads) == (0 if is_tied else 1)
+    tensors = {name: one for name, one in tensors.items() if name not in heads}
+    save_file(tensors, path, {"format": "pt"})
+    found = load(kind, base, weights)
+    assert torch.equal(embeddings(found), expected)
+    assert not found.lm_head.weight.is_meta
+    assert (found.lm_head.weight is found.get_input_embeddings().weight) == is_tied
+    del tensors[next(name for name in tensors if name.endswith("model.norm.weight"))]
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(AccessError, match=r"1 tensor .* in none of its files, first .*norm\.weight"):
+        load(kind, base, weights)
+
+
 @pytest.mark.parametrize("weights", BANDS)
 @CLASSES
 def test_a_random_encoder_is_drawn_quantised_and_alike_every_time(

@@ -53,6 +53,11 @@ ALONE = Readers()
 # buffers that older files hold and newer models compute; transformers' own loader skips the same
 COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids)$")
 
+UNUSED_HEAD = "lm_head."
+"""Beginning of the names of a head that a language model answers with: prompts are encoded without, and some
+copies leave it out.
+"""
+
 
 def load_component(
     component_class: Any, source: ModelSource, name: str, *, device: str, dtype: torch.dtype
@@ -69,7 +74,7 @@ def load_component(
         return module.requires_grad_(False).eval().to(device)
     replace = None if weights is None else replacer(WAYS[weights], ENCODERS_KEEP)
     structure = build_structure(component_class, source, name, device=device, dtype=dtype, replace=replace)
-    module = fill_structure(structure, extra_tensors=True)
+    module = fill_structure(structure, is_encoder=True)
     if weights is not None:
         count_quantized(module, weights)
     return module.eval()
@@ -123,7 +128,7 @@ def fill_structure(
     structure: Structure,
     *,
     elsewhere: Mapping[str, str] = MappingProxyType({}),
-    extra_tensors: bool = False,
+    is_encoder: bool = False,
     readers: Readers = ALONE,
     loader: str = "auto",
     on_shard: Callable[[int, int], None] = lambda done, total: None,
@@ -137,8 +142,8 @@ def fill_structure(
     and sends it to the others: all must call this together.
     `on_shard(done, total)` runs after each shard, `on_bytes(done, total)` after each tensor, in bytes of all
     shards; both may raise to stop. `loader` is the plan's, and `say` is told how each shard is read and why.
-    With `extra_tensors` files may hold more than the model has, as `from_pretrained` of both libraries
-    allows. Raises AccessError where the files do not match the model.
+    Files of what `is_encoder` may hold more than the model has, as `from_pretrained` of both libraries
+    allows, and lack its head. Raises AccessError where the files do not match the model.
     """
     if not structure.wanted:
         on_shard(1, 1)
@@ -153,9 +158,9 @@ def fill_structure(
         on_shard(1, 1)
     else:
         with ShardReader(structure.device, loader=loader, say=say) as reader:
-            placing = _Placing(structure, inside, readers, extra_tensors=extra_tensors)
+            placing = _Placing(structure, inside, readers, is_encoder=is_encoder)
             _read_shards(structure, reader, placing, on_shard=on_shard, on_bytes=on_bytes)
-    return structure.complete(inside)
+    return structure.complete(inside, unused=UNUSED_HEAD if is_encoder else None)
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -205,9 +210,9 @@ class _Placing:
     """Places the tensors of files in a component; shards may part nf4 bytes from what belongs to them."""
 
     def __init__(
-        self, structure: Structure, elsewhere: Mapping[str, str], readers: Readers, *, extra_tensors: bool
+        self, structure: Structure, elsewhere: Mapping[str, str], readers: Readers, *, is_encoder: bool
     ) -> None:
-        self._structure, self._elsewhere, self._extra_tensors = structure, elsewhere, extra_tensors
+        self._structure, self._elsewhere, self._is_encoder = structure, elsewhere, is_encoder
         self._readers, self._turns = readers, _Turns(readers)
         self._source: dict[str, int] = {}
         self._rename = renaming(structure.module)
@@ -248,7 +253,7 @@ class _Placing:
         """Place one tensor of a file, or keep it for the others that make up its weight."""
         structure, linear, name = self._structure, self._linear_of.get(key), self._name(key)
         if name not in structure.wanted:
-            if not (self._extra_tensors or COMPUTED.search(name)):
+            if not (self._is_encoder or COMPUTED.search(name)):
                 raise AccessError(
                     f"tensor {key} does not belong to {type(structure.module).__name__}",
                     where=where,
@@ -323,8 +328,7 @@ def _from_pretrained(component_class: Any, folder: Path, dtype: torch.dtype) -> 
         module, found = component_class.from_pretrained(folder, **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise AccessError(str(error), where=str(folder), remedy=remedy) from error
-    # prompts are encoded without the head that a language model answers with, and some copies leave it out
-    missing = sorted(name for name in found["missing_keys"] if not name.startswith("lm_head."))
+    missing = sorted(name for name in found["missing_keys"] if not name.startswith(UNUSED_HEAD))
     if missing:
         kind = component_class.__name__
         count = numbered(len(missing), f"tensor of {kind} is", f"tensors of {kind} are")

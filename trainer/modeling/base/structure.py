@@ -77,16 +77,21 @@ class Structure:
         if owner in elsewhere and not any(one.is_meta for one in module.parameters(recurse=False)):
             move(module, elsewhere[owner])
 
-    def complete(self, elsewhere: Mapping[str, str]) -> torch.nn.Module:
+    def complete(self, elsewhere: Mapping[str, str], *, unused: str | None = None) -> torch.nn.Module:
         """The filled component, frozen, with its buffers where its parameters are.
 
-        Raises AccessError where a parameter has no values.
+        Parameters whose names begin with `unused` are zeros where no file holds them. Raises AccessError
+        where another one has no values.
         """
         import transformers
 
         if isinstance(self.module, transformers.PreTrainedModel):
             # weights that the files hold once go to every module that shares them, as from_pretrained does it
             self.module.tie_weights(missing_keys=set(_on_meta(self.module)), recompute_mapping=False)
+        if unused is not None:
+            for name in [one for one in _on_meta(self.module) if one.startswith(unused)]:
+                wanted = self.wanted[name]
+                self.place(name, torch.zeros(wanted.shape, dtype=wanted.dtype, device=self.device), elsewhere)
         missing = [name for name in _on_meta(self.module) if elsewhere.get(name.rpartition(".")[0]) != "meta"]
         if missing:
             which = numbered(len(missing), "tensor of the model is", "tensors of the model are")
