@@ -110,6 +110,8 @@ def run(words: list[str], state: Path, fault: str) -> None:
 def once(command: list[str], output: Path, fault: str, *, on_gpu: bool) -> NoReturn:
     if command[0] == "--version":
         answer("trainer, version 0.1.0", int(fault == "version"))
+    if command[1:] and command[0] == "probe" and fault == "fallback":
+        answer("attention.flash   FAILS  -  -  b1\nattention.math   works  1.0  1e-3  b1")
     if command == ["probe"]:
         gpu = (
             "NVIDIA H200, compute capability 9.0, 139.8 GiB of its own"
@@ -137,7 +139,7 @@ def execute(words: list[str], state: Path, fault: str) -> None:
             answer("unhealthy: no heartbeat", 1)
         answer("healthy: phase train 40/1000000")
     assert command[:2] == ["python3", "-c"], command
-    step = 0.0 if fault == "metrics" else 40.0
+    step = 0.0 if fault == "metrics" else next_stop(load(state / name)) + 0.0
     pages = {"/readyz": "ready", "/metrics": f"trainer_step {step}\ntrainer_healthy 1.0\n"}
     serve(pages, command[2])
 
@@ -164,12 +166,18 @@ def serve(pages: Mapping[str, str], code: str) -> None:
         server.server_close()
 
 
+def next_stop(it: Mapping[str, Any]) -> int:
+    """The step that a container's run is at: 40 after those that it began with."""
+    return 40 * (1 + len(list(Path(it["output"]).glob("long/checkpoints/step-*"))))
+
+
 def stop(words: list[str], state: Path, fault: str) -> None:
     _, option, seconds, name = words
     assert (option, seconds) == ("-t", "1800")
     it = load(state / name)
-    if fault != "no checkpoint":
-        lay(Path(it["output"]) / "long/checkpoints/step-000040/state.json", "{}")
+    number, ending = next_stop(it), ".tmp" if fault == "half a checkpoint" else ""
+    if fault != "no checkpoint" and (fault != "old checkpoint" or number == 40):
+        lay(Path(it["output"]) / f"long/checkpoints/step-{number:06}{ending}/state.json", "{}")
     (state / name).write_text(json.dumps({**it, "running": False, "code": 0 if fault == "stop" else 75}))
 
 
