@@ -32,26 +32,34 @@ class Start(Protocol):
     ) -> Box: ...
 
 
-@pytest.fixture(scope="session")
-def engine() -> Iterator[Engine]:
-    """The engine of this machine, or a private one."""
+@contextlib.contextmanager
+def skipping() -> Iterator[None]:
+    """Skip what cannot run here; but root can install what it needs: there that is a failure."""
     try:
-        with running_engine(CACHE / "engine") as found:
-            yield found
+        yield
     except NoEngineError as error:
-        # root can install and start one: there a test that does not run is a failure
         if os.geteuid() == 0:
             raise
         pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")
+def engine() -> Iterator[Engine]:
+    """The engine of this machine, or a private one."""
+    with skipping(), running_engine(CACHE / "engine") as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
 def source(engine: Engine) -> Source:
     """Source of a build's base and packages."""
-    try:
+    return source_of(engine)
+
+
+def source_of(engine: Engine) -> Source:
+    """What `source` is."""
+    with skipping():
         return find_source(engine, CACHE)
-    except NoEngineError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")
