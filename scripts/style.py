@@ -20,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from trainer.files.steps import by_step
+
 BLUE, SKY, PAPER = (14, 52, 118), (92, 144, 196), (240, 245, 248)
 """The style's colours: its sheet, and the middle and the lightest shade of what is drawn."""
 PASSES = 0.7
@@ -99,7 +101,7 @@ class Learned:
 def learned(run: Path, rows: Sequence[Mapping[str, Any]]) -> Learned:
     """Measure a finished run with a held-out loss and previews; `rows` are those of its metrics.jsonl."""
     losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
-    first, *_, last = sorted(path for path in (run / "samples").glob("step-*") if path.is_dir())
+    (_, first), *_, (_, last) = by_step(path for path in (run / "samples").glob("step-*") if path.is_dir())
     return Learned(
         loss_before=losses[0],
         loss_after=losses[-1],

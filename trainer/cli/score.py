@@ -128,17 +128,16 @@ def _config_of(run: Path) -> RunConfig:
 
 def _groups(asked: _Asked) -> dict[str, list[Picture]]:
     """The pictures to measure, by the step that drew them; of a folder in one group of no name."""
-    from trainer.engine.results.pictures import ROW_NAME
+    from trainer.files.steps import by_step
 
     if asked.pictures is not None:
         return {"": _prompted(asked, _listed(asked.pictures, "--pictures"))}
     assert asked.run is not None
-    folders = sorted(path for path in (asked.run / "samples").glob("step-*") if path.is_dir())
-    steps = {int(found[1]): path for path in folders if (found := ROW_NAME.fullmatch(path.name))}
+    steps = by_step(path for path in (asked.run / "samples").glob("step-*") if path.is_dir())
     if not steps:
         remedy = "write validation.prompts, or draw pictures and name them by --pictures DIR"
         raise DataError("the run has drawn no previews", where=str(asked.run / "samples"), remedy=remedy)
-    return {str(step): _prompted(asked, _listed(path, "samples")) for step, path in sorted(steps.items())}
+    return {str(step): _prompted(asked, _listed(path, "samples")) for step, path in steps}
 
 
 def _listed(folder: Path, where: str) -> list[Picture]:

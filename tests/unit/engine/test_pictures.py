@@ -158,8 +158,14 @@ def test_pictures_that_somebody_else_keeps_there_are_not_rows(tmp_path: Path) ->
         Image.new("RGB", (8, 64), "blue").save(tmp_path / name)
     with Image.open(pictures.write_strip(tmp_path)) as picture:
         assert picture.size == (8, 8)
-    found = pictures.ROW_NAME.fullmatch("step-1000000")
-    assert found is not None and found[1] == "1000000"
+
+
+def test_the_last_step_is_at_the_bottom_beyond_a_million_too(tmp_path: Path) -> None:
+    for step, name in ((2_000_000, "blue"), (500_000, "red"), (1_000_000, "green")):
+        Image.new("RGB", (8, 8), name).save(tmp_path / f"step-{step:06d}.png")
+    with Image.open(pictures.write_strip(tmp_path)) as strip:
+        found = [strip.getpixel((4, top)) for top in (4, 12, 20)]
+    assert found == [(255, 0, 0), (0, 128, 0), (0, 0, 255)]
 
 
 def test_a_long_text_without_blanks_is_measured_a_few_times() -> None:

@@ -49,5 +49,6 @@ def test_root_skips_no_test_of_images(
     monkeypatch.setattr(conftest, "find_source", lacking)
     monkeypatch.setattr(conftest.os, "geteuid", lambda: user)
     engine: Any = None
-    with pytest.raises(expected, match="no debootstrap"):
+    with pytest.raises((NoEngineError, pytest.skip.Exception), match="no debootstrap") as caught:
         conftest.source_of(engine)
+    assert caught.type is expected

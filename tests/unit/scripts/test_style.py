@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageFilter
 
-from scripts.style import BLUE, PAPER, PASSES, SKY, is_style, score
+from scripts.style import BLUE, PAPER, PASSES, SKY, is_style, learned, score
 from tests.overlap import overlap
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -59,6 +59,16 @@ def test_its_colours_alone_are_not_the_style() -> None:
     assert not any(is_style(Image.new("RGB", (64, 64), colour)) for colour in (BLUE, SKY, PAPER))
     for picture in style_pictures():
         assert not is_style(picture.rotate(180).point(lambda value: 255 - value)), "a negative"
+
+
+def test_what_was_learned_is_seen_in_the_last_pictures_beyond_a_million_steps_too(tmp_path: Path) -> None:
+    (like, *_), plain = style_pictures(), Image.new("RGB", (64, 64), "white")
+    for step, picture in ((0, plain), (1_000_000, like), (999_999, plain)):
+        folder = tmp_path / "samples" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        picture.save(folder / "00.png")
+    found = learned(tmp_path, [{"validation_loss": 2.0}, {"validation_loss": 1.0}])
+    assert found.scores_before[0] < PASSES < found.scores_after[0]
 
 
 def test_a_shape_overlaps_with_itself_in_any_colours_and_less_with_others() -> None:

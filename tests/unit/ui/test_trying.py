@@ -40,7 +40,7 @@ HOSTILE = "--lora=/etc/passwd $(touch x); <script>alert(1)</script>"
 
 def lora(path: Path, family: str = "flux1_dev") -> None:
     """A file with the header of a LoRA of this family, without tensors; with a proof beside it."""
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     header = json.dumps({"__metadata__": {"family": family}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     assert safetensors.read_header(path).metadata["family"] == family
@@ -316,6 +316,18 @@ def test_the_newest_lora_is_opened(
         assert [name for _, name in view.runs] == [newest.name, older.name]
         assert (view.name, looked) == (newest.name, [newest]), "sizes of other runs are not read"
         looked.clear()
+
+
+def test_the_newest_checkpoint_counts_beyond_a_million_steps_too(studio: Studio, run: Path) -> None:
+    other = studio.runs / "another"
+    shutil.copytree(run, other)
+    lora(run / "checkpoints/step-999999/lora/one.safetensors")
+    lora(run / "checkpoints/step-1000000/lora/one.safetensors")
+    for path in (*run.rglob("lora"), *other.rglob("lora")):
+        os.utime(path, (1_000, 1_000))
+    os.utime(other / "lora", (2_000, 2_000))
+    os.utime(run / "checkpoints/step-1000000/lora", (3_000, 3_000))
+    assert [name for _, name in choice_view(studio, "").runs] == [run.name, other.name]
 
 
 @pytest.mark.parametrize(("method", "remedy"), [("lora", "wait for its end"), ("full", "sample --model")])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from trainer.files import atomic
+from trainer.files.steps import by_step
 
 _CELL_MINIMUM, _CELL_MAXIMUM = 192, 384
 _MARGIN = 8
@@ -29,8 +29,6 @@ _PAGE_MARGIN, _PAGE_GAP, _ROW_GAP, _BLOCK_GAP = 20, 12, 16, 28
 _CAPTION_LINES = 4
 _CARD_PIXELS, _CARD_TEXT_SIZE, _CARD_LINES = 512, 24, 15
 _TITLE_COLOUR, _CAPTION_COLOUR, _FRAME_COLOUR = "#1f2328", "#59636e", "#d1d9e0"
-ROW_NAME = re.compile(r"step-(\d{6,})(?:\.png)?")
-"""Name of a row of previews, or of the folder of its images, with its step."""
 _Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
@@ -247,7 +245,7 @@ def write_strip(samples: Path) -> Path:
 
     Large ones are made smaller, and of very many an even choice with the first and the last is taken.
     """
-    paths = [path for path in sorted(samples.glob("step-*.png")) if ROW_NAME.fullmatch(path.name)]
+    paths = [path for _, path in by_step(samples.glob("step-*.png"))]
     sizes = []
     for path in paths:
         with Image.open(path) as picture:

@@ -20,6 +20,7 @@ from trainer.engine.results import pictures
 from trainer.engine.training.state import Run
 from trainer.families.values import PreviewPrompt
 from trainer.files import atomic
+from trainer.files.steps import step_in
 from trainer.telemetry.status import Phase
 
 BEFORE_AFTER = "before_after.png"
@@ -69,8 +70,8 @@ def drop_previews_after(context: Context, step: int) -> None:
     StorageError.
     """
     for path in list((context.run_dir / "samples").glob("step-*")):
-        found = pictures.ROW_NAME.fullmatch(path.name)
-        if found is not None and int(found[1]) > step:
+        found = step_in(path)
+        if found is not None and found > step:
             with atomic.no_space_told(path):
                 path.with_suffix(".png").unlink(missing_ok=True)
             atomic.remove_folder(path.with_suffix(""))  # what is in use there stays: no row shows it

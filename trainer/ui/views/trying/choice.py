@@ -13,6 +13,7 @@ from trainer.config.reading.load import Loaded
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.families.loading import load_config
 from trainer.families.lora_file import require_family
+from trainer.files.steps import by_step
 from trainer.telemetry.run_folder import results
 from trainer.telemetry.run_folder.process import working_folder
 from trainer.telemetry.run_folder.tries import (
@@ -145,9 +146,10 @@ def _lora_time(folder: Path) -> float:
 
     Reads few folders of a run, and no sizes.
     """
-    steps = sorted(folder.glob(f"checkpoints/step-*/{results.LORA_FOLDER}"))
+    steps = by_step(path.parent for path in folder.glob(f"checkpoints/step-*/{results.LORA_FOLDER}"))
+    newest = [path / results.LORA_FOLDER for _, path in steps[-1:]]
     found = [0.0]
-    for place in (folder / results.LORA_FOLDER, folder / "best", *steps[-1:]):
+    for place in (folder / results.LORA_FOLDER, folder / "best", *newest):
         with contextlib.suppress(FileNotFoundError):  # a checkpoint that was removed meanwhile
             found += [place.stat().st_mtime] if any(place.glob("*.safetensors")) else []
     return max(found)
