@@ -7,11 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from tests.scoring_models import write_clip
 from tests.unit.modeling.fake_hub import COMMIT, REPOSITORY, FakeHub
 from trainer.cli import fetch, main
-from trainer.errors import ExitCode
+from trainer.engine.scoring import models
+from trainer.errors import AccessError, ExitCode
+from trainer.modeling.base import hub
 from trainer.modeling.base.hub import Download
 
 
@@ -89,6 +92,42 @@ def test_models_of_metrics_are_fetched_too(
     # the hub has one repository, and that is no CLIP: it is downloaded, then refused
     assert main([*arguments, "--set", f"validation.clip_model={REPOSITORY}"]) == ExitCode.NO_ACCESS
     assert "validation.clip_model" in capsys.readouterr().err
+
+
+def test_what_another_program_left_out_of_a_model_of_metrics_is_fetched(
+    fake_hub: FakeHub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`CLIPModel.from_pretrained` fetches config and weights alone."""
+    fake_hub.folder = write_clip(tmp_path / "clip")
+    folder = hub.download(REPOSITORY, None, ["config.json", "*.safetensors"])
+    assert not list(folder.glob("*token*"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(AccessError, match="is not complete on this disk"):
+        models.resolve("clip", REPOSITORY, "--clip")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    found = models.resolve("clip", REPOSITORY, "--clip")
+    with models.loaded(found) as features:
+        assert features.of_texts(["a red disc"], lambda: None)[1] == 0
+    requests = len(fake_hub.requests)
+    assert models.resolve("clip", REPOSITORY, "--clip") == found
+    assert len(fake_hub.requests) == requests, "nothing is asked of the hub where all is here"
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("preprocessor_config.json", r"no preprocessor \(preprocessor_config\.json or "),
+        ("tokenizer.json", r"no tokenizer \(tokenizer\.json or vocab\.json\)"),
+    ],
+)
+def test_a_folder_without_a_part_of_the_model_is_refused_before_anything_is_loaded(
+    file: str, words: str, tmp_path: Path
+) -> None:
+    clip = write_clip(tmp_path / "clip")
+    (clip / file).unlink()
+    with pytest.raises(AccessError, match=f"validation.clip_model: .*{words}") as caught:
+        models.resolve("clip", str(clip), "validation.clip_model")
+    assert "with its preprocessor" in caught.value.problems[0].remedy
 
 
 def test_the_bar_of_a_second_download_moves_from_its_start(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,14 @@ _TYPES: dict[Kind, tuple[str, ...]] = {"clip": ("clip",), "dinov2": ("dinov2", "
 _TITLES: dict[Kind, str] = {"clip": "CLIP", "dinov2": "DINOv2"}
 OF_CLIP = frozenset({"clip_t"})
 """Metrics of CLIP's features; all others are of DINOv2's."""
+_PARTS: dict[Kind, dict[str, tuple[str, ...]]] = {
+    "clip": {
+        "preprocessor": ("preprocessor_config.json", "processor_config.json"),
+        "tokenizer": ("tokenizer.json", "vocab.json"),
+    },
+    "dinov2": {"preprocessor": ("preprocessor_config.json", "processor_config.json")},
+}
+"""What a model's folder has beside config and weights, by the files one of which transformers reads."""
 _BATCH = 8
 
 
@@ -73,7 +81,8 @@ def resolve(
             f"the {_TITLES[kind]} model's folder {name} does not exist", where=key, remedy=remedy
         )
     folder = hub.cached(name, None)
-    if folder is None or not (folder / "config.json").exists() or weight_files(folder).state != "complete":
+    # another program may have fetched the model alone
+    if folder is None or not (folder / "config.json").exists() or _lacking(kind, folder):
         if hub.is_offline() or not download:
             forbidden = "HF_HUB_OFFLINE" if hub.is_offline() else "model.download: never"
             raise AccessError(
@@ -110,15 +119,25 @@ def models_of(
 
 def _require_model(kind: Kind, folder: Path, key: str) -> None:
     """Raise AccessError where a folder does not hold a whole model of this kind."""
-    remedy = f"name a folder of a {_TITLES[kind]} model as transformers saves it, with its preprocessor"
+    parts = " and ".join(_PARTS[kind])
+    remedy = f"name a folder of a {_TITLES[kind]} model as transformers saves it, with its {parts}"
     if not (folder / "config.json").is_file():
         raise AccessError(f"{folder} has no config.json", where=key, remedy=remedy)
     found = read_config(folder / "config.json").get("model_type")
     if found not in _TYPES[kind]:
         raise AccessError(f"{folder} holds a model of type {found}", where=key, remedy=remedy)
-    lacking = weight_files(folder).lacking
-    if lacking:
+    if lacking := _lacking(kind, folder):
         raise AccessError(f"{folder}: {lacking}", where=key, remedy=remedy)
+
+
+def _lacking(kind: Kind, folder: Path) -> str:
+    """Which files a model's folder lacks beside its config.json, in words; empty where it lacks none."""
+    absent = [
+        f"no {part} ({' or '.join(names)})"
+        for part, names in _PARTS[kind].items()
+        if not any((folder / name).is_file() for name in names)
+    ]
+    return "; ".join([*filter(None, [weight_files(folder).lacking]), *absent])
 
 
 @dataclass(frozen=True, kw_only=True)
