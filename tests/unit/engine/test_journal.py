@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trainer.engine.records import journal
 from trainer.engine.records.journal import Journal
+from trainer.errors import DataError, NoSpaceError, TrainerError
 from trainer.telemetry.sinks.metrics import METRICS_FILE
 from trainer.telemetry.sinks.records import METRICS_LOG
 
@@ -28,14 +31,18 @@ class Clock:
         return self.now
 
 
+def context_of(run_dir: Path, **more: Any) -> Any:
+    """A run on a CPU."""
+    config = SimpleNamespace(family="x", method="lora", train=SimpleNamespace(max_train_steps=9))
+    plan = SimpleNamespace(decisions=(), budget_bytes=17 * 1024**3, ranks=2, peak_tflops=100.0)
+    return SimpleNamespace(run_dir=run_dir, config=config, plan=plan, device="cpu", **more)
+
+
 @pytest.fixture
 def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Journal]:
     """A journal of a run on a CPU whose clock ticks when it is read."""
-    config = SimpleNamespace(family="x", method="lora", train=SimpleNamespace(max_train_steps=9))
-    plan = SimpleNamespace(decisions=(), budget_bytes=17 * 1024**3, ranks=2, peak_tflops=100.0)
-    context: Any = SimpleNamespace(run_dir=tmp_path, config=config, plan=plan, device="cpu")
     monkeypatch.setattr(journal, "time", Clock())
-    with Journal(context, tmp_path / "runtime") as made:
+    with Journal(context_of(tmp_path), tmp_path / "runtime") as made:
         yield made
 
 
@@ -88,3 +95,43 @@ def test_a_cpu_has_no_device_memory(book: Journal) -> None:
     row = log(book, 1)
     names = ("peak_bytes", "reserved_bytes", "reserved_peak_bytes")
     assert {row[f"device_memory_{name}"] for name in names} == {0}
+
+
+class Ended:
+    """Stands for a tracker that is told how a run ended."""
+
+    said: bool | None = None
+
+    def close(self, *, finished: bool) -> None:
+        """Take the word."""
+        self.said = finished
+
+
+@pytest.mark.parametrize("under_way", [None, DataError("a picture is broken")], ids=["well", "by an error"])
+@pytest.mark.parametrize("is_full", [False, True], ids=["a disk", "a full disk"])
+def test_everything_is_closed_at_the_end_and_no_error_is_hidden(
+    is_full: bool, under_way: DataError | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    tracker: Any = Ended()
+    said: list[str] = []
+    made = Journal(context_of(tmp_path, say=said.append), tmp_path / "runtime")
+    made.tracker = tracker
+    ended: TrainerError | None = None
+    try:
+        with made:
+            if is_full:
+                monkeypatch.setattr("trainer.telemetry.sinks.records.os.fsync", refuse)
+            if under_way is not None:
+                raise under_way
+    except TrainerError as error:
+        ended = error
+    monkeypatch.undo()
+    assert ended is under_way if under_way or not is_full else isinstance(ended, NoSpaceError)
+    assert len(said) == (is_full and under_way is not None)
+    assert all("the last records of this run may be missing: " in text for text in said)
+    with pytest.raises(ValueError, match="closed file"):
+        made.metrics_log.sync()
+    assert tracker.said == (ended is None)

@@ -14,6 +14,7 @@ import torch
 from trainer import __version__
 from trainer.config.secrets import redacted
 from trainer.engine.context import Context
+from trainer.errors import StorageError
 from trainer.modeling.storage.shared_memory import held_bytes
 from trainer.telemetry.log import step_line
 from trainer.telemetry.sinks.events import EventLog
@@ -151,11 +152,22 @@ class Journal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.sync()
-        self.metrics_log.close()
-        self.events.close()
+        """Sync and close everything, also where a disk refuses one of them. Raises StorageError then, but not
+        in place of an error under way, which says why the run ends.
+        """
+        lost: StorageError | OSError | None = None
+        for end in (self.metrics_log.sync, self.events.sync, self.metrics_log.close, self.events.close):
+            try:
+                end()
+            except (StorageError, OSError) as error:
+                lost = lost or error
         if self.tracker is not None:
-            self.tracker.close(finished=kind is None)
+            self.tracker.close(finished=kind is None and lost is None)
+        if lost is None:
+            return
+        if kind is None:
+            raise lost
+        self.context.say(f"the last records of this run may be missing: {lost}")
 
 
 def start_tracker(context: Context) -> Tracker | None:
