@@ -19,9 +19,9 @@ from trainer.errors import ConfigError, NoSpaceError
 FINGERPRINT = {"seed": "0"}
 
 
-def context(run_dir: Path, *, wanted: str = "auto", disk_bytes: int = 0) -> Any:
+def context(run_dir: Path, *, wanted: str = "auto", disk_bytes: int = 0, limit: int = 3) -> Any:
     config = SimpleNamespace(
-        checkpoint=SimpleNamespace(resume_from_checkpoint=wanted),
+        checkpoint=SimpleNamespace(resume_from_checkpoint=wanted, checkpoints_total_limit=limit),
         train=SimpleNamespace(max_train_steps=10),
     )
     plan = SimpleNamespace(disk_bytes=disk_bytes)
@@ -116,6 +116,33 @@ def test_space_that_the_run_holds_already_counts(tmp_path: Path) -> None:
     with held.open("wb") as file:
         file.truncate(1 << 43)  # sparse: eight TiB that take no room
     resume.require_space(context(tmp_path, disk_bytes=1 << 43))
+
+
+def test_checkpoints_that_go_after_the_next_save_make_no_room_for_it(tmp_path: Path) -> None:
+    """Of five that are there one is to be kept from now on: the plan counts it, and the next one."""
+    each = 1 << 43
+    for step in range(1, 6):
+        sparse(tmp_path / "checkpoints" / f"step-{step:06d}" / "big", each)
+    resume.require_space(context(tmp_path, disk_bytes=5 * each, limit=6))
+    with pytest.raises(NoSpaceError, match=r"final files need 8\.19e\+03 GiB more"):
+        resume.require_space(context(tmp_path, disk_bytes=2 * each, limit=1))
+
+
+def test_a_start_that_may_not_resume_reads_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To hash all of a full fine-tune's takes minutes."""
+    for step in (5, 10):
+        save(tmp_path / str(step), step, 1.0)
+        shutil.copytree(tmp_path / str(step), tmp_path / "checkpoints", dirs_exist_ok=True)
+
+    def read(*_: Any) -> Any:
+        raise AssertionError("a checkpoint is read")
+
+    monkeypatch.setattr(checkpoint, "damage", read)
+    monkeypatch.setattr(checkpoint, "newest_valid", read)
+    with pytest.raises(ConfigError, match="step-000010 exists and resuming is forbidden"):
+        resume.start(context(tmp_path, wanted="never"), ())
 
 
 def sparse(path: Path, size: int) -> Path:

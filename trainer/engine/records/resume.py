@@ -156,10 +156,10 @@ def _wanted_checkpoint(context: Context) -> tuple[_Found | None, Mapping[str, st
     began_from = _began_from(context) if steps else {}
     if isinstance(wanted, Path):
         return _named_checkpoint(context, wanted, steps, began_from)
-    found = checkpoint.newest_valid(root, context.say, functools.partial(context.alive, Phase.LOAD))
-    if found is not None and wanted == "never":
+    if steps and wanted == "never":  # before they are read, which takes minutes of large ones
         remedy = "set it to auto to continue, or choose another output_dir"
-        raise ConfigError(f"{found[0]} exists and resuming is forbidden", where=_RESUME, remedy=remedy)
+        raise ConfigError(f"{steps[-1]} exists and resuming is forbidden", where=_RESUME, remedy=remedy)
+    found = checkpoint.newest_valid(root, context.say, functools.partial(context.alive, Phase.LOAD))
     if found is None and steps:
         remedy = "remove them to start afresh, or choose another output_dir"
         raise ConfigError("none of the checkpoints here can be used", where=str(root), remedy=remedy)
@@ -267,10 +267,11 @@ def require_space(context: Context) -> None:
     for name in ("lora", "model"):
         shutil.rmtree(context.run_dir / f"{name}.tmp", ignore_errors=True)
     free = shutil.disk_usage(context.run_dir).free
-    # an older `model` stays until the new one is written; others below `checkpoints` were renamed and stay
+    # an older `model` stays until the new one is written; others below `checkpoints` were renamed and stay;
+    # older ones than are to be kept go after the next save, not before
     folders = [
         *(context.run_dir / name for name in ("lora", BEST_FOLDER)),
-        *checkpoint.steps_on_disk(checkpoints),
+        *checkpoint.steps_on_disk(checkpoints)[-context.config.checkpoint.checkpoints_total_limit :],
     ]
     # files that an earlier start of this run wrote are part of the need; links are not
     held = [path.lstat() for folder in folders for path in folder.rglob("*")]
