@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ import torch
 from tests.ranks import Workers
 from tests.unit.modeling.small_models import Case, Storage
 from trainer.engine.ranks import Ranks
-from trainer.errors import PeerLostError
+from trainer.errors import HardwareError, PeerLostError
 from trainer.modeling.storage.shared_memory import Offer, open_offer, share
 
 CPU = torch.device("cpu")
@@ -204,3 +207,19 @@ def test_memory_whose_owner_is_gone_is_a_lost_rank() -> None:
     del memory
     with pytest.raises(PeerLostError, match="is gone"):
         open_offer(Offer(count=offer.count, path=f"{offer.path}999"), CPU)
+
+
+def test_memory_that_a_container_keeps_from_other_processes_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What hidepid, a profile of AppArmor, or a Python with capabilities of its own answer."""
+    _held, offer = share(4096, CPU)
+
+    def refused(path: Path, mode: str) -> NoReturn:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(HardwareError, match="may not read each other's memory: Permission denied") as caught:
+        open_offer(offer, CPU)
+    (problem,) = caught.value.problems
+    assert problem.where == "features.block_swap" and "features.block_swap: 0" in problem.remedy

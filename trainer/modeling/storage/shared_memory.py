@@ -98,6 +98,14 @@ def open_offer(offer: Offer, device: torch.device) -> Memory:
                 mapped = mmap.mmap(file.fileno(), offer.count)
         except FileNotFoundError as error:
             raise PeerLostError(f"the owner of {offer.path} is gone") from error
+        except PermissionError as error:
+            # by a profile of the container, or as the owner is a Python with capabilities of its own
+            raise HardwareError(
+                f"processes of this run may not read each other's memory: {error.strerror}: {offer.path}",
+                where="features.block_swap",
+                remedy="write features.block_swap: 0 or parallel.gpus: 1, or run where a process may open"
+                " /proc/PID/fd of another one of its user",
+            ) from error
         return Memory(bytes=torch.frombuffer(mapped, dtype=torch.uint8), close=_nothing)
 
     class Handle(ctypes.Structure):  # the call takes it by value
