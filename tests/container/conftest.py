@@ -57,7 +57,7 @@ def source(engine: Engine) -> Source:
 
 
 def source_of(engine: Engine) -> Source:
-    """What `source` is."""
+    """The value of `source`."""
     with skipping():
         return find_source(engine, CACHE)
 

@@ -19,5 +19,5 @@ def step_in(path: Path) -> int | None:
 
 
 def by_step(paths: Iterable[Path]) -> list[tuple[int, Path]]:
-    """Those of the paths that are named after a step, with it, the earliest first."""
+    """Paths that are named after a step, each with it, the earliest first; without the others."""
     return sorted((step, path) for path in paths if (step := step_in(path)) is not None)

@@ -212,7 +212,7 @@ def test_memory_whose_owner_is_gone_is_a_lost_rank() -> None:
 def test_memory_that_a_container_keeps_from_other_processes_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What hidepid, a profile of AppArmor, or a Python with capabilities of its own answer."""
+    """An answer of hidepid, of a profile of AppArmor, or of a Python with capabilities of its own."""
     _held, offer = share(4096, CPU)
 
     def refused(path: Path, mode: str) -> NoReturn:

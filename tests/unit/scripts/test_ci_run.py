@@ -1,4 +1,4 @@
-"""What stands at the end of .ci/run, and container tests that cannot run."""
+"""The last line of .ci/run, and container tests that cannot run."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _PARTS: dict[Kind, dict[str, tuple[str, ...]]] = {
     },
     "dinov2": {"preprocessor": ("preprocessor_config.json", "processor_config.json")},
 }
-"""What a model's folder has beside config and weights, by the files one of which transformers reads."""
+"""Parts of a model beside config and weights, by the files one of which transformers reads."""
 _BATCH = 8
 
 
