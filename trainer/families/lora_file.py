@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import BinaryIO
 
 from trainer import families
 from trainer.errors import DataError
+from trainer.files.adapter_kind import adapter_kind
 from trainer.files.safetensors import UNREADABLE, HeaderError, read_header
 
 
@@ -29,11 +29,3 @@ def require_family(file: BinaryIO, where: str, family: str) -> str:
             remedy=f"give a configuration with family: {said}",
         )
     return adapter_kind(header.tensors)
-
-
-def adapter_kind(names: Iterable[str]) -> str:
-    """`lora`, `dora` or `lokr`, by the names of a file's tensors."""
-    parts = {part for name in names for part in name.split(".")}
-    if any(part.startswith("lokr_") for part in parts):
-        return "lokr"
-    return "dora" if parts & {"lora_magnitude_vector", "dora_scale"} else "lora"

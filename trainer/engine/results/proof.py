@@ -24,9 +24,9 @@ from trainer.engine.results.chat_files import write_chat_files
 from trainer.engine.results.no_effect import NoEffectError
 from trainer.errors import DataError, DivergedError, Problem
 from trainer.families.family import Family
-from trainer.families.lora_file import adapter_kind
 from trainer.families.values import Shape
 from trainer.files import atomic
+from trainer.files.adapter_kind import adapter_kind
 from trainer.files.safetensors import UNREADABLE, HeaderError, read_header
 from trainer.modeling.adapter import lora
 from trainer.modeling.adapter.adapter_file import require_known_names

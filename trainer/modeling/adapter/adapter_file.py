@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trainer.errors import DataError
+from trainer.files.adapter_kind import adapter_kind
 from trainer.files.safetensors import UNREADABLE
 from trainer.modeling.adapter.comfyui import Parts, alpha_and_rank
 from trainer.modeling.adapter.lora import effective_change, lokr_factor
@@ -73,10 +74,7 @@ class AdapterFile:
     @property
     def kind(self) -> str:
         """`lora`, `dora` or `lokr`."""
-        parts = {part for layer in self.layers.values() for part in layer}
-        if any(part.startswith("lokr_") for part in parts):
-            return "lokr"
-        return "dora" if parts & {"lora_magnitude_vector", "dora_scale"} else "lora"
+        return adapter_kind(self.state)
 
 
 def read_adapter(path: Path) -> AdapterFile:
