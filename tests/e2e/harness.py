@@ -21,6 +21,7 @@ TENSOR_SECONDS = 0.05
 ENTRY_SECONDS = 0.2
 RANK_SECONDS, FAR_SECONDS = 0.3, 1.0
 PREVIEW_SECONDS = 0.3
+IMAGE_SECONDS = 3.0
 CALLS: list[str] = []
 """Collectives that this process was part of."""
 
@@ -77,11 +78,25 @@ def slow_second_save() -> None:
 
 
 def slow_export() -> None:
-    """Final files that take long: those of a LoRA and those of a model."""
-    from trainer.engine.results import full
+    """Final files that take long: those of a LoRA, its twin aside, and those of a model."""
+    from trainer.engine.results import full, proof
+    from trainer.modeling import tensor_file
+
+    real = proof.rewrite_sorted
+
+    def rewrite(path: Path, metadata: Mapping[str, str]) -> None:
+        if path.parent.name == "lora.tmp":  # checkpoints have such files too
+            _slow_tensors(tensor_file, "write_tensors")
+        real(path, metadata)
+
+    proof.rewrite_sorted = rewrite
+    _slow_tensors(full, "write_files")
+
+
+def slow_twin() -> None:
+    """A file for ComfyUI that takes long between its tensors."""
     from trainer.modeling.adapter import comfyui
 
-    _slow_tensors(full, "write_files")
     _slow_tensors(comfyui, "write_tensors")
 
 
@@ -146,6 +161,20 @@ def slow_preview() -> None:
         real(self, phase, **rest)
 
     Context.alive = alive  # type: ignore[method-assign]
+
+
+def slow_images() -> None:
+    """Previews of step 6 that take long to come to the disk, one after the other."""
+    from trainer.engine.training import preview
+
+    real = preview.write_drawn
+
+    def write(context: Any, entries: Any, number: int, drawn: Any, target: Path) -> None:
+        real(context, entries, number, drawn, target)
+        if target.parent.name == "step-000006":
+            time.sleep(IMAGE_SECONDS)
+
+    preview.write_drawn = write
 
 
 def failing_rank() -> None:
@@ -297,12 +326,14 @@ PATCHES: dict[str, Callable[[], None]] = {
     "save": slow_save,
     "second save": slow_second_save,
     "export": slow_export,
+    "twin": slow_twin,
     "cache": slow_cache,
     "rank": slow_rank,
     "far_rank": far_slower_rank,
     "flipped": flipped_rank,
     "alone": alone,
     "preview": slow_preview,
+    "images": slow_images,
     "failing": failing_rank,
     "guarded": read_when_staged,
     "unstaged": reads_unstaged,

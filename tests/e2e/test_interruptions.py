@@ -147,28 +147,49 @@ def entries_were_cached(process: Process) -> bool:
 
 
 def export_has_begun(process: Process) -> bool:
-    return any(path.is_file() for name in ("lora", "model") for path in (process.run_dir / name).rglob("*"))
+    """A file of the result is being written, and nothing of the result is in its place."""
+    return any(any(process.run_dir.glob(f"{name}.tmp/**/.*.tmp")) for name in ("lora", "model"))
 
 
-def preview_is_due(process: Process) -> bool:
-    return (process.run_dir / "samples" / "step-000006.png").exists()
+def twin_has_begun(process: Process) -> bool:
+    """The LoRA is in its place, and its file for ComfyUI is being written."""
+    return any(process.run_dir.glob("lora.tmp/.*.comfyui.*.tmp"))
 
 
-MOMENTS: dict[str, tuple[str | None, Callable[[Process], bool]]] = {
+def images_are_written(process: Process) -> bool:
+    """A later round of previews has an image, and not yet the row that says that all are there."""
+    return any((process.run_dir / "samples" / "step-000006").glob("*.png"))
+
+
+MOMENTS: dict[str, tuple[str, Callable[[Process], bool]]] = {
     "first-save": ("save", save_has_begun),
     "second-save": ("second save", second_save_has_begun),
     "export": ("export", export_has_begun),
+    "twin": ("twin", twin_has_begun),
     "caching": ("cache", entries_were_cached),
-    "preview": (None, preview_is_due),
+    "preview": ("images", images_are_written),
 }
-"""By moment: the phase that is slowed down, and the condition for the kill."""
+"""By moment: the knob of what is slowed down, and the condition for the kill."""
+TWINLESS = tuple(moment for moment in MOMENTS if moment != "twin")
+"""Moments of a run whose result has no file for ComfyUI."""
+
+
+def is_killed_there(process: Process, moment: str) -> bool:
+    """What the kill left is that of the moment: no later one came before it."""
+    run_dir = process.run_dir
+    results = [path for name in ("lora", "model") for path in run_dir.glob(f"{name}/**/*.safetensors")]
+    return {
+        "twin": len(results) == 1,
+        "preview": not (run_dir / "samples" / "step-000006.png").exists(),
+    }.get(moment, not results)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "moment"),
     [
-        *itertools.product((*FIRST_CASES, *WRITING_CASES), MOMENTS),
+        *itertools.product(FIRST_CASES, MOMENTS),
+        *itertools.product(WRITING_CASES, TWINLESS),
         # caches and previews do not depend on the method
         *itertools.product(CASES[1:2], ("first-save", "second-save", "export")),
     ],
@@ -184,10 +205,10 @@ def test_a_kill_anywhere_and_a_resume_equal_one_run(
     straight = uninterrupted(case)
     slow, reached = MOMENTS[moment]
     cache = tmp_path / "cache" if slow == "cache" else None
-    knobs = None if slow is None else {"patch": slow}
-    process = start(case, tmp_path, knobs=knobs, cache=cache)
+    process = start(case, tmp_path, knobs={"patch": slow}, cache=cache)
     process.wait_until(lambda: reached(process))
     kill_child(process)
+    assert is_killed_there(process, moment)
     process = start(case, tmp_path, cache=cache)
     code, errors = process.end()
     assert code == 0, errors
