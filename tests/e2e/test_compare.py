@@ -53,7 +53,7 @@ def test_two_ranks_of_the_quickstart_are_compared(nursery: Callable[..., Nursery
     for name in ("round-1-A", "round-1-B"):
         plan = json.loads((runs[name] / "plan.json").read_text())
         assert plan["ranks"] == 2 and not (runs[name] / "checkpoints").exists()
-        assert not (runs[name] / "previews").exists() and len(losses[name]) == 4
+        assert not (runs[name] / "samples").exists() and len(losses[name]) == 4
     record = from_json((tmp_path / "a.json").read_text(), "a.json")
     assert isinstance(record, Table) and [row[0] for row in record.rows] == ["A lora.rank=2", "B lora.rank=8"]
     cells = [dict(zip(record.columns, row, strict=True)) for row in record.rows]
