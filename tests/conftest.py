@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from bench.processes import visible
 from tests.e2e.nursery import Nursery
+from tests.programs import program
 from tests.ranks import Workers, workers
 from trainer.modeling.vision import make_torchvision_importable
 
@@ -130,6 +131,12 @@ def warm() -> Iterator[Nursery]:
     made = Nursery(os.environ, "tests.warm")
     yield made
     made.end()
+
+
+@pytest.fixture(scope="session")
+def promtool(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Path of Prometheus' own judge of metrics, configuration and rules."""
+    return program("promtool", package="prometheus", folder=tmp_path_factory.mktemp("promtool"))
 
 
 @pytest.fixture

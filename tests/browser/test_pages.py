@@ -211,7 +211,7 @@ def test_curves_of_a_very_long_run_are_drawn(new_context: NewContext, full: Full
         page.query_selector("#job"),
     )
     until(page, "document.querySelector('.chart.wide .u-over') !== null")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     page.wait_for_timeout(2000)  # a fault of drawing is one of the page
 
 

@@ -25,7 +25,7 @@ from tests.container.conftest import CACHE, mounts, starting
 from tests.container.engine import Engine
 from tests.container.images import ROOT
 from tests.container.quickstart import words
-from tests.e2e.conftest import free_port
+from tests.ports import free_port
 from tests.programs import program
 from trainer.container.appliance import METRICS_PORT
 

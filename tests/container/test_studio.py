@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Iterator
 
 import httpx2 as httpx
@@ -13,6 +12,7 @@ from tests.container.boxes import Box
 from tests.container.conftest import SOMEBODY
 from tests.container.quickstart import steps_saved, words
 from tests.container.test_compose import Project, project
+from tests.ports import free_port
 from trainer.errors import ExitCode
 
 __all__ = ["project"]
@@ -25,8 +25,7 @@ MANY_STEPS = 20000
 @pytest.fixture
 def port() -> int:
     """A port of the loopback address that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture

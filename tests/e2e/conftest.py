@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import pytest
 from tests.contract.runs import CASES, CPU_FACTS, ROOT, Case, Workshop, small_samples
 from tests.e2e.launching import Wrapped
 from tests.e2e.nursery import ALL_RANKS, Forked, Nursery, nurseries
+from tests.ports import free_port
 from trainer.telemetry.status import Phase, Status, read_status
 
 PATIENCE_SECONDS = 120.0
@@ -117,13 +117,6 @@ def _command(arguments: Sequence[str], knobs: dict[str, Any] | None, launcher: W
     module = ["trainer"] if knobs is None else ["tests.e2e.harness", json.dumps(knobs)]
     words = ["-m", *module, *arguments]
     return [sys.executable, *words] if launcher is None else launcher(words)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def common_environment() -> dict[str, str]:
@@ -259,7 +252,7 @@ def uninterrupted(
                     if code:
                         assert code == 200
                         process.answers.append(text)
-                    time.sleep(0.05)
+                    time.sleep(0.02)
                 code, errors = process.end()
                 assert code == 0, errors
                 made[case] = process

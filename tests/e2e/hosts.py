@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.contract.runs import Case
 from tests.e2e.conftest import Process, Start
-
-_PORTS = range(20000, 29000)
-"""Ports below those that the system chooses for others meanwhile: the meeting's is taken late."""
-
-
-def meeting_port() -> int:
-    """A port that nothing has now, and that nobody is given meanwhile."""
-    while True:
-        port = random.choice(_PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+from tests.ports import free_port
 
 
 def start_hosts(
@@ -43,7 +29,7 @@ def start_hosts(
 
     Each has a runtime folder and a port of its own; `apart` also an output folder and a cache.
     """
-    port, started = port or meeting_port(), []
+    port, started = port or free_port(), []
     for host in range(count) if only is None else only:
         place = {
             "TRAINER_NODES": str(count),

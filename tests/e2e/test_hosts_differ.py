@@ -13,7 +13,8 @@ import pytest
 
 from tests.contract.runs import LORA_CASES, Workshop
 from tests.e2e.conftest import Process, Start
-from tests.e2e.hosts import meeting_port, start_hosts
+from tests.e2e.hosts import start_hosts
+from tests.ports import free_port
 from trainer.errors import ExitCode
 
 FIRST = LORA_CASES[0]
@@ -90,7 +91,7 @@ def test_a_key_that_is_not_there_on_one_host(host: int, fork_ranks: Start, tmp_p
 
 def test_one_number_twice_and_an_address_of_another_machine(fork_ranks: Start, tmp_path: Path) -> None:
     """The second host 1 is refused while the first one waits; a host 0 elsewhere before it plans."""
-    port = meeting_port()
+    port = free_port()
     first = start_hosts(fork_ranks, FIRST, tmp_path / "a", *SIX, count=3, only=[0, 1], port=port)
     first[1].wait_until(lambda: (found := first[1].status()) is not None and found.waits)
     (twice,) = start_hosts(fork_ranks, FIRST, tmp_path / "b", *SIX, count=3, only=[1], port=port)

@@ -79,7 +79,7 @@ def test_a_killed_rank_ends_all_with_its_cause_and_the_run_goes_on(
         os.kill(children[rank], signal.SIGKILL)
         code, errors = process.end()
         assert code == FAILED, errors
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
         told = [line for line in errors.splitlines() if line.startswith("supervisor: ")]
         assert len(told) == 1 and told[0].startswith(f"supervisor: rank {rank}: SIGKILL: killed from outside")
         assert "exitcode  : 137" in errors  # torchrun's own summary
@@ -133,7 +133,7 @@ def test_a_killed_supervisor_ends_the_run_as_a_stop_does(
     os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
     code, errors = process.end()
     assert code == FAILED, errors
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert len(steps_saved(process.run_dir)) == 1
     require_gone(children)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.ports import free_port
 from tests.programs import missing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,7 +124,7 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         made.mkdir(mode=0o700)
     (munge / "key").write_bytes(secrets.token_bytes(128))
     (munge / "key").chmod(0o600)
-    ports = [_free_port() for _ in range(3)]
+    ports = [free_port() for _ in range(3)]
     text = CONFIGURATION.format(
         folder=folder, ports=ports, nodes=NODES, kill_wait=KILL_WAIT_SECONDS, machine=NODES[0]
     )
@@ -184,8 +185,3 @@ def _until(holds: Callable[[], bool], complaint: str) -> None:
     while not holds():
         assert time.monotonic() < end, complaint
         time.sleep(0.2)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import urllib.request
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import yaml
 
 from scripts.render_k8s import CONFIGS, KUSTOMIZATION, LEFT_OUT, RULES_SOURCE, listing
 from scripts.render_k8s import rendered as repeated
+from tests.ports import free_port
 from tests.unit.container_files.k8s_files import (
     BASE,
     K8S,
@@ -204,8 +204,7 @@ def test_the_supervisor_answers_what_probes_and_prometheus_ask(manifests: list[M
     job, (endpoint,) = one(manifests, "Job"), one(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"]
     assert endpoint["port"] == container(job)["ports"][0]["name"]
     probes = [container(job)[f"{kind}Probe"] for kind in ("startup", "liveness", "readiness")]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     fine = Verdict(healthy=True, ready=True, reason="fine")
     with serving(port, metrics=lambda: "", health=lambda: fine):
         for path in {endpoint["path"], *(probe["httpGet"]["path"] for probe in probes)}:

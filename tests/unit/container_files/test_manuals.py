@@ -15,7 +15,7 @@ from typing import Any
 import click
 import pytest
 
-from tests.unit.house.sources import ROOT, modules
+from tests.unit.house.sources import ROOT, modules, tracked
 from trainer.cli.commands import trainer as cli
 from trainer.config.environment import VARIABLES
 from trainer.config.schema import RunConfig
@@ -60,6 +60,11 @@ PAGES = [
 each_page = pytest.mark.parametrize("manual", PAGES, ids=lambda path: path.name)
 
 
+TEMPLATES = {ROOT / "assets/tiny-flux/make/card.md"}
+"""Texts that a program writes elsewhere, where their links lead."""
+DOCUMENTS = [path for path in tracked() if path.suffix == ".md" and path not in TEMPLATES]
+
+
 def prose(manual: Path) -> str:
     """The text without its blocks of code."""
     return re.sub(r"^```.*?^```$", "", manual.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -94,17 +99,29 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-@each_manual
-def test_links_lead_somewhere(manual: Path) -> None:
-    links = re.findall(r"\]\(([^)\s]+)\)", prose(manual))
-    assert links
-    for link in links:
+def links(document: Path) -> list[str]:
+    """Targets of the document's links into this repository."""
+    found = re.findall(r"\]\(([^)\s]+)\)", prose(document))
+    return [link for link in found if not re.match(r"[a-z]+:", link)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(document: Path) -> None:
+    for link in links(document):
         name, _, anchor = link.partition("#")
-        target = (manual.parent / name).resolve() if name else manual
+        target = (document.parent / name).resolve() if name else document
         assert target.exists(), link
         if anchor:
             headings = re.findall(r"^#+ (.+)$", prose(target), re.MULTILINE)
             assert anchor in map(slug, headings), link
+
+
+def test_links_are_found() -> None:
+    """The test above would pass were nothing looked for."""
+    assert all(links(manual) for manual in MANUALS)
+    assert {"docs/data.md#conversations", "docs/families.md"} <= {*links(ROOT / "README.md")}
+    folders = {document.relative_to(ROOT).parent.as_posix() for document in DOCUMENTS}
+    assert folders >= {".", "bench", "docs", "docs/adr"}
 
 
 @each_manual

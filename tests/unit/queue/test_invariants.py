@@ -229,9 +229,6 @@ class Queue(RuleBasedStateMachine):
                 self.end(0, 0)
         self.every_state_is_true()
         assert not any(one.expected in (State.WAITING, State.RUNNING) for one in self.known.values())
-        finished = [job for job, one in self.known.items() if one.state == "done"]
-        ends = [str(run.start.job.id) for run in self.machine.started]
-        assert all(job in ends for job in finished)
         self.stack.close()
 
 

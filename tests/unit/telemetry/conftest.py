@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import TypeVar
 import pytest
 
 from tests.e2e.nursery import ALL_RANKS, Forked, Nursery
+from tests.ports import free_port
 from trainer.telemetry.status import Phase, Status, rank_folder, read_status
 
 PATIENCE_SECONDS = 30.0
@@ -29,12 +29,14 @@ PARENT = """
 import json, os, sys
 from pathlib import Path
 from trainer.errors import TrainerError
+from trainer.telemetry.status import BUDGET_SECONDS, Phase
 from trainer.telemetry.supervising.supervisor import Limits, supervise, supervise_one
 
 asked = json.loads(sys.argv[1])
 paths = {name: Path(asked[name]) for name in ("runtime_dir", "meminfo_path", "memory_events_path")}
 command, ranks, only = [sys.executable, "-c", asked["child"]], asked["ranks"], asked.get("only")
 limits = Limits(**asked["limits"])
+BUDGET_SECONDS[Phase.SAVE] = asked["save_seconds"] or BUDGET_SECONDS[Phase.SAVE]
 environments = [{**os.environ, "RANK": str(rank), "RANKS": str(ranks)} for rank in range(ranks)]
 try:
     if only:
@@ -146,13 +148,6 @@ def wait_for(look: Callable[[], T | None]) -> T:
     raise AssertionError("waited in vain")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def write_meminfo(path: Path, gib: float) -> None:
     partial = path.with_suffix(".new")
     partial.write_text(f"MemTotal: 127000000 kB\nMemFree: 1 kB\nMemAvailable:   {int(gib * 1024**2)} kB\n")
@@ -198,10 +193,13 @@ def supervisors(
         port: int | None = None,
         unified_memory: bool = False,
         budget_scale: float = 1.0,
+        save_seconds: float | None = None,
         ranks: int = 1,
         only: int | None = None,
     ) -> Run:
-        """`only`: the rank of `ranks` that this supervisor has, as a launcher's does."""
+        """`only`: the rank of `ranks` that this supervisor has, as a launcher's does; `save_seconds`: the
+        budget of saving, in place of half an hour.
+        """
         meminfo, events = folder / "meminfo", folder / "memory.events"
         if not meminfo.exists():
             write_meminfo(meminfo, 64)
@@ -217,6 +215,7 @@ def supervisors(
             "ranks": ranks,
             "only": only,
             "limits": {"interval_seconds": 0.05, "budget_scale": budget_scale},
+            "save_seconds": save_seconds,
         }
         process = begin(["-c", PARENT, json.dumps(asked)])
         run = Run(process=process, directory=directory, port=port, meminfo=meminfo, memory_events=events)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -108,10 +107,7 @@ def test_each_value_of_a_record_is_served_under_its_own_name(tmp_path: Path) -> 
     assert (served["trainer_mfu_ratio"], served["trainer_compute_step_seconds"]) == (0.25, 0.375)
 
 
-def test_promtool_accepts_the_text(tmp_path: Path) -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("promtool is not installed (Debian, Ubuntu: apt-get install prometheus)")
+def test_promtool_accepts_the_text(promtool: str, tmp_path: Path) -> None:
     checked = subprocess.run(
         [promtool, "check", "metrics"], input=full_text(tmp_path), capture_output=True, text=True, check=False
     )

@@ -16,12 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from trainer.errors import ConfigError, ExitCode
 from trainer.telemetry.status import Phase, Status, Verdict
 from trainer.telemetry.supervising import server as server_module
 from trainer.telemetry.supervising.server import metrics_text, require_free, serving
-
-from .conftest import free_port
 
 SICK = Verdict(healthy=False, ready=False, reason="no heartbeat")
 CACHING = Verdict(healthy=True, ready=False, reason="phase cache")
@@ -89,7 +88,7 @@ def test_a_client_that_says_nothing_blocks_nobody() -> None:
 
 
 def test_only_this_machine_is_answered_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    bound = []
+    bound, ports = [], [free_port(), free_port()]
     bind = socket.socket.bind
 
     def remember(self: socket.socket, address: tuple[str, int]) -> None:
@@ -97,10 +96,10 @@ def test_only_this_machine_is_answered_unless_told(monkeypatch: pytest.MonkeyPat
         bind(self, address)
 
     monkeypatch.setattr(socket.socket, "bind", remember)
-    for address in ({}, {"address": "::"}):
-        with serving(free_port(), metrics=str, health=lambda: CACHING, **address):
+    for port, address in zip(ports, ({}, {"address": "::"}), strict=True):
+        with serving(port, metrics=str, health=lambda: CACHING, **address):
             pass
-    assert bound[1::2] == ["127.0.0.1", "::"]  # free_port binds too
+    assert bound == ["127.0.0.1", "::"]
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
