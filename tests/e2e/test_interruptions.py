@@ -27,9 +27,9 @@ from trainer.telemetry.status import Phase
 
 KILLED = 128 + signal.SIGKILL
 FIRST_CASES = CASES[:1]
+"""Enough for what does not depend on family and method."""
 WRITING_CASES = tuple(case for case in LORA_CASES if not draws(case.family))[:1]
 """A family that writes: its runs have other phases than those of families that draw."""
-"""Enough for what does not depend on family and method."""
 
 
 def kill_child(process: Process) -> str:
@@ -175,7 +175,7 @@ TWINLESS = tuple(moment for moment in MOMENTS if moment != "twin")
 
 
 def is_killed_there(process: Process, moment: str) -> bool:
-    """What the kill left is that of the moment: no later one came before it."""
+    """True if the kill left no more than the moment has: none later came before it."""
     run_dir = process.run_dir
     results = [path for name in ("lora", "model") for path in run_dir.glob(f"{name}/**/*.safetensors")]
     return {
