@@ -36,7 +36,7 @@ asked = json.loads(sys.argv[1])
 paths = {name: Path(asked[name]) for name in ("runtime_dir", "meminfo_path", "memory_events_path")}
 command, ranks, only = [sys.executable, "-c", asked["child"]], asked["ranks"], asked.get("only")
 limits = Limits(**asked["limits"])
-BUDGET_SECONDS[Phase.SAVE] = asked["save_seconds"] or BUDGET_SECONDS[Phase.SAVE]
+BUDGET_SECONDS[Phase.SAVE] = asked.get("save_seconds") or BUDGET_SECONDS[Phase.SAVE]
 environments = [{**os.environ, "RANK": str(rank), "RANKS": str(ranks)} for rank in range(ranks)]
 try:
     if only:
