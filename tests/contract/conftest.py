@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.contract.runs import (
     ALIKE,
@@ -71,8 +72,6 @@ def small_edits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def workshop(tiny_base: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """Bases, pictures and cache of all small runs."""
-    import torch
-
     from trainer.modeling.quiet import quiet_libraries
 
     quiet_libraries()
@@ -108,3 +107,21 @@ def finished(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Ca
 def small_kontexts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a pipeline that scales a picture before the edit to a megapixel scale it to a few pixels."""
     keep_kontexts_small(monkeypatch.setattr)
+
+
+@pytest.fixture
+def flipped_bit(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Have the first LoRA file that is read back differ by a bit; gives the files that are read."""
+    from trainer.engine.results import proof
+
+    real, files = proof.load_file, list[Path]()
+
+    def read(path: Path) -> dict[str, torch.Tensor]:
+        files.append(path)
+        found = real(path)
+        if len(files) == 1:
+            next(iter(found.values())).view(torch.int32).view(-1)[0] ^= 1
+        return found
+
+    monkeypatch.setattr(proof, "load_file", read)
+    return files
