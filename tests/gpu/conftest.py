@@ -20,7 +20,7 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
     with (
         torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit),
-        torch._inductor.config.patch({"triton.coalesce_tiling_analysis": True}),
+        torch._inductor.config.patch({"triton.coalesce_tiling_analysis": True, "shape_padding": True}),
     ):
         yield
     torch.compiler.reset()

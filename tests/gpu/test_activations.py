@@ -16,7 +16,8 @@ from trainer.planning.shapes.activations import OTHER_ATTENTION, Activations, ac
 from trainer.planning.shapes.run_activations import head_bytes
 from trainer.planning.shapes.run_shapes import component_config
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
+# each process that ran one of them would take all counts
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500), pytest.mark.xdist_group("counts")]
 
 MOST = 1.03
 """Largest share of the committed count: a step that holds more fails."""

@@ -28,6 +28,7 @@ from tests.contract.runs import (
 from trainer.engine.records import checkpoint
 from trainer.engine.results import proof
 from trainer.engine.training import held_out
+from trainer.machine.facts import Facts
 from trainer.machine.reading import read_facts
 
 pytestmark = [
@@ -51,10 +52,15 @@ def workshop(tiny_base: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     return Workshop(base=tiny_base, samples=small_samples(folder / "samples"), cache=folder / "cache")
 
 
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+    """The machine's; a process that imports torch is asked for some of them."""
+    return read_facts(cache_dir=tmp_path_factory.mktemp("facts"))
+
+
 @pytest.fixture(autouse=True)
-def on_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def on_this_machine(monkeypatch: pytest.MonkeyPatch, facts: Facts) -> None:
     """Plans are for the machine that the tests run on."""
-    facts = read_facts(cache_dir=tmp_path_factory.mktemp("facts"))
     monkeypatch.setattr(runs, "read_recorded", lambda path: facts)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 
 from tests.gpu.fast_models import DEVICE, SETTINGS, build, inputs, trainable
 from tests.unit.modeling.small_models import relative
@@ -32,10 +33,12 @@ def gradients(model: Any, size: tuple[int, int, int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("storage", ["bf16", "fp8"])
 def test_few_graphs_serve_batches_of_all_sizes(storage: str) -> None:
+    """Also where the compiler would pad the LoRA's rank of 4, which a timing decides otherwise."""
     plain, fast = build(storage, fast=False), build(storage, fast=True, varies=True)
     before = graphs_compiled()
-    for size in SIZES:
-        assert relative(gradients(fast, size), gradients(plain, size)) < 0.02, size
-    # two classes of blocks, of each the first, whose input has no gradient or other strides, and the others;
-    # and all of these again for batches of one, whose size is no variable
-    assert graphs_compiled() - before <= 8
+    with torch._inductor.config.patch(force_shape_pad=True):
+        for size in SIZES:
+            assert relative(gradients(fast, size), gradients(plain, size)) < 0.02, size
+    # one for the first class of blocks, two for the other, whose first one's input has other strides; and all
+    # of these again for batches of one, whose size is no variable
+    assert graphs_compiled() - before <= 6

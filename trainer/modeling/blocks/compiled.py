@@ -87,12 +87,9 @@ def compile_blocks(
     weights are gathered for each use (`in_rows`) are compiled without the hooks that do it.
     """
     import torch._dynamo
-    import torch._inductor.config
     from torch.distributed.fsdp import FSDPModule
 
-    if any(len(dimensions) > 1 for kind in varying.values() for dimensions in kind):
-        # torch 2.11 asserts what does not hold of products of two sizes that vary (its issue 181563)
-        torch._inductor.config.triton.coalesce_tiling_analysis = False
+    _set_compiler(varying)
     inside = [isinstance(block, RecomputedInside) for block in blocks.values()]
     # torch counts by the code that is run, which blocks of both classes of a kind have in common
     most = MOST_COMPILED * len(set(inside) or {False})
@@ -120,6 +117,20 @@ def compile_blocks(
         else:
             block._compiled_call_impl = limited
     return len(blocks)
+
+
+def _set_compiler(varying: Varying) -> None:
+    """Settings of the compiler, for the whole process, by what varies."""
+    import torch._inductor.config
+
+    most = max((len(dimensions) for kind in varying.values() for dimensions in kind), default=0)
+    if most > 0:
+        # a product whose rank is no multiple of 8 (bf16) is padded where a timing of the moment says so, and
+        # then each number of pictures in a batch has a graph: 8 or 9 on an H200 with rank 4, 6 without it
+        torch._inductor.config.shape_padding = False
+    if most > 1:
+        # torch 2.11 asserts what does not hold of products of two sizes that vary (its issue 181563)
+        torch._inductor.config.triton.coalesce_tiling_analysis = False
 
 
 class _Limit:
