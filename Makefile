@@ -23,7 +23,7 @@ OR_NONE := || { code=$$?; [ $$code -eq 5 ] || exit $$code; }
 CONTAINER_TESTS := tests/container tests/unit/container_files tests/unit/queue/clusters
 SHELL_FILES = .ci/run $(shell find . \( -name '*.sh' -o -name '*.sbatch' \) -not -path './.venv/*' -not -path './build/*')
 
-.PHONY: help setup demo test test-browser test-container test-gpu test-slurm lint type pins docs golden scan clean
+.PHONY: help setup demo test test-slow test-browser test-container test-gpu test-slurm lint type pins docs golden scan clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' Makefile
@@ -57,6 +57,10 @@ demo: $(STAMP) ## teach a tiny model a style in some minutes, prove it and see i
 
 test: $(STAMP) ## all tests that run anywhere
 	@$(TEST_ENV) $(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not gpu and not slow and not container and not browser and not slurm"
+
+test-slow: $(STAMP) ## what takes a minute each: every family's whole way on real-shaped data; FEW=1 has one family a kind
+	@$(TEST_ENV) $(BIN)/pytest -q -n $(WORKERS) --dist worksteal \
+		-m "slow and not gpu and not slurm and not browser and not container$(if $(FEW), and not alike)" $(OR_NONE)
 
 test-browser: $(STAMP) ## the studio in Debian's Chromium; as root it installs that; PICTURES=docs/images takes the documents' pictures
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! [ -x /usr/bin/chromium ]; then \
