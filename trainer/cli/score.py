@@ -228,12 +228,13 @@ def _scorer(asked: _Asked, config: RunConfig | None, groups: Sequence[Sequence[P
         if asked.metrics:
             remedy = f"leave --metric out for all that mean something; {remedy}"
         raise DataError(f"{metric} would mean nothing: {why}", where="trainer score", remedy=remedy)
+    download = config is None or config.model.download != "never"
     if not OF_CLIP.isdisjoint(measured):
         place = "--clip" if asked.clip or config is None else "validation.clip_model"
-        scorer.clip = resolve("clip", asked.clip or validation.clip_model, place)
+        scorer.clip = resolve("clip", asked.clip or validation.clip_model, place, download=download)
     if measured - OF_CLIP:
         place = "--dinov2" if asked.dinov2 or config is None else "validation.dinov2_model"
-        scorer.dinov2 = resolve("dinov2", asked.dinov2 or validation.dinov2_model, place)
+        scorer.dinov2 = resolve("dinov2", asked.dinov2 or validation.dinov2_model, place, download=download)
     return scorer
 
 

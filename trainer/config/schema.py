@@ -315,8 +315,8 @@ class ValidationSection(Section):
     guidance_scale: Annotated[float, Field(ge=0, le=1000)] = 3.5
     """Guidance of a preview."""
     resolution: Annotated[int, Field(ge=32, le=4096)] | None = None
-    """Side of the square previews in pixels; `data.resolution` when not given. With control images a preview
-    has the first one's aspect and about the area of that square."""
+    """Side of the square previews in pixels, rounded down to what the model takes; `data.resolution` when not
+    given. With control images a preview has the first one's aspect and about the area of that square."""
     max_new_tokens: Positive = 128
     """Longest answer of a language model's preview, in tokens."""
     held_out: Annotated[int, Field(ge=0)] = 0

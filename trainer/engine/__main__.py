@@ -57,6 +57,8 @@ def main(spec_path: str) -> int:
     stop = StopFlag()
     stop.install()
     spec, (rank, ranks) = read_spec(Path(spec_path)), environment.rank_and_ranks()
+    if spec.mode in ("sample", "verify"):
+        stop.remedy = "start the same command again: it begins anew"
     die_with_parent(spec.supervisor_pid)
     folder = spec.status_folder(rank)
     status = StatusWriter(folder, ranks=ranks // spec.hosts, first_rank=spec.first_rank)

@@ -241,7 +241,7 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
         strip = draw_previews(run, step)  # of the saved result: the LoRA is the one loaded from its file
         if strip is not None:
             context.say(f"previews: {strip}")
-            write_before_after(context, run.entries, step)
+        write_before_after(context, run.entries, step, drawn=strip is not None)
     orders.answer_rest(run, step)
     score_previews(run, step)
     if context.device != "cpu" and context.status.device_memory:  # a plan that is wrong should be seen

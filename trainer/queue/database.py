@@ -118,11 +118,14 @@ def _connected(path: Path) -> sqlite3.Connection:
 def read_jobs(folder: Path) -> list[Job]:
     """All jobs in their order, as they are at one moment, whichever machine's; none without a database.
 
-    Raises StorageError where it cannot be read, or is a newer version's.
+    Raises StorageError where it cannot be read, or is a newer version's, ConfigError where no folder is
+    named.
     """
     path = folder / DATABASE_FILE
     with atomic.reading_told(path):
         if not path.is_file():
+            if folder.exists() and not folder.is_dir():
+                raise ConfigError("the queue's folder is no folder", where=str(folder), remedy=_REFUSED)
             return []
     try:
         with contextlib.closing(_connected(path)) as connection, connection:

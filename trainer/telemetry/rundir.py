@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,30 @@ _NEEDED = (
 )
 """Rights that a run needs on each name."""
 _MOST_TOLD = 10
+
+
+class HeldFolder:
+    """A run's folder, by what its lock file says now: a folder of the same name may be another."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path, self._holder = run_dir / LOCK_FILE, b""
+        self._holder = self._read() or b""
+
+    def is_gone(self) -> bool:
+        """True where the lock file was removed or another run's took its place; nothing holds the folder in a
+        script of one process, and then it never is.
+        """
+        return bool(self._holder) and self._read() != self._holder
+
+    def _read(self) -> bytes | None:
+        """The bytes of the file, which no run changes while it trains; None where there is none. Numbers of
+        files would be no proof: some network file systems change them.
+        """
+        try:
+            return self._path.read_bytes()
+        except OSError as error:
+            # a disk that does not answer now tells nothing
+            return None if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE) else self._holder
 
 
 def require_own_names(run_dir: Path) -> None:

@@ -36,6 +36,8 @@ class StopFlag:
 
     requested: ExitCode | None = None
     """The exit code that the run was asked to end with; None to go on."""
+    remedy = "start the same command again to resume"
+    """Remedy for work that was stopped."""
 
     def install(self) -> None:
         """Handle SIGTERM, SIGINT, SIGHUP and SIGUSR1 from now on; call it on the main thread."""
@@ -63,7 +65,7 @@ class StopFlag:
                 remedy="end other processes, then start again to resume; data.cache_in_memory: false needs"
                 " less of it",
             )
-        raise StoppedError(ON_REQUEST, remedy="start the same command again to resume")
+        raise StoppedError(ON_REQUEST, remedy=self.remedy)
 
 
 def heeded(signums: Iterable[int]) -> list[int]:

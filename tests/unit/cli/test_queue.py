@@ -65,6 +65,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_a_file_is_no_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not one without jobs."""
+    (tmp_path / "queue").write_text("x")
+    monkeypatch.setenv("TRAINER_QUEUE_DIR", str(tmp_path / "queue"))
+    assert main(("queue", "list")) == 78
+    out, err = capsys.readouterr()
+    assert out == "" and "the queue's folder is no folder" in err
+
+
 @pytest.fixture
 def run(place: Path, machine: FakeMachine, capsys: pytest.CaptureFixture[str]) -> Run:
     def command(*words: str) -> tuple[int, str, str]:

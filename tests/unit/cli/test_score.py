@@ -50,6 +50,33 @@ def test_a_runs_relative_paths_begin_where_it_was_started(
     assert json.loads(out)["training_pictures"] == 2
 
 
+def test_a_run_that_asks_no_hub_is_measured_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`model.download: never` of its configuration holds for the models that measure it too."""
+    from trainer.modeling.base import hub
+
+    def asked(*given: object, **options: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(hub, "download", asked)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "images").mkdir()
+    for number, name in enumerate(("a.png", "b.png")):
+        write_pair(tmp_path / "images", name, seed=number)
+    run = tmp_path / "runs/cats"
+    (run / "samples/step-000000").mkdir(parents=True)
+    write_pair(run / "samples/step-000000", "00.png")
+    monkeypatch.chdir(tmp_path)
+    text = TEXT.replace("models/dinov2", "someone/dinov2") + "model: {download: never}\n"
+    (tmp_path / "my.yaml").write_text(text)
+    (run / "config.resolved.yaml").write_text(dump(Layers([tmp_path / "my.yaml"]).load().config))
+    process.begin(run, supervisor=1, runtime_dir=tmp_path / "runtime")
+    capsys.readouterr()
+    assert main(["score", str(run), "--metric", "nearest_train"]) == 77
+    assert "someone/dinov2" in capsys.readouterr().err
+
+
 def test_a_run_of_a_language_model_is_refused_whatever_it_has_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -320,6 +320,16 @@ VALUES: dict[str, Bad] = {
         'validation:\n  prompts:\n    - a cat\n    - ""\n',
         ("c.yaml:11", "`validation.prompts.1`: expected a text that is not empty", "correct it or remove it"),
     ),
+    "two empty prompts": added(
+        'validation:\n  prompts: ["", ""]\n',
+        ("c.yaml:9", "`validation.prompts.0`: expected a text that is not empty", "correct it or remove it"),
+        ("c.yaml:9", "`validation.prompts.1`: expected a text that is not empty", "correct it or remove it"),
+    ),
+    "three bad metrics": added(
+        "validation:\n  metrics: [clip, dino, fid]\n",
+        ("c.yaml:9", "`validation.metrics.0`: expected", "did you mean"),
+        ("c.yaml:9", "`validation.metrics.1`: expected", "did you mean"),
+    ),
     "empty trigger word": changed(
         "  sets:",
         '  trigger_word: " "\n  sets:',

@@ -61,6 +61,16 @@ def test_several_folders_give_several_controls_in_their_order(targets: Path, tmp
     assert names(found[0]) == ["two/a.png", "one/a.png"]
 
 
+def test_controls_that_become_larger_than_what_is_trained_are_told(
+    targets: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scan(DataSet(img_dir=targets, control_dir=controls(tmp_path / "alike", "a.png", "b.png")))
+    assert "control images" not in caplog.text
+    scan(DataSet(img_dir=targets, control_dir=controls(tmp_path / "larger", "a.png", "b.png", width=41)))
+    assert "2 of 2 control images have another size than their picture" in caplog.text
+    assert "a.png with 41x30" in caplog.text
+
+
 def test_all_that_lack_a_partner_are_listed(targets: Path, tmp_path: Path) -> None:
     before = controls(tmp_path / "before", "b.png", "c.png")
     problems = told(DataSet(img_dir=targets, control_dir=before))

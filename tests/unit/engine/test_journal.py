@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trainer.engine.records import journal
 from trainer.engine.records.journal import Journal
-from trainer.errors import DataError, NoSpaceError, TrainerError
+from trainer.errors import DataError, ExitCode, NoSpaceError, TrainerError
+from trainer.telemetry.rundir import LOCK_FILE, HeldFolder
 from trainer.telemetry.sinks.metrics import METRICS_FILE
 from trainer.telemetry.sinks.records import METRICS_LOG
 
@@ -95,6 +97,42 @@ def test_a_cpu_has_no_device_memory(book: Journal) -> None:
     row = log(book, 1)
     names = ("peak_bytes", "reserved_bytes", "reserved_peak_bytes")
     assert {row[f"device_memory_{name}"] for name in names} == {0}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["removed", "replaced"])
+def test_a_run_whose_folder_is_gone_is_asked_to_save_and_end(tmp_path: Path, again: bool) -> None:
+    """Its records go into files without a name, and another run could begin in a folder of that name."""
+    run_dir, said, stop = tmp_path / "run", list[str](), SimpleNamespace(requested=None)
+    run_dir.mkdir()
+    (run_dir / LOCK_FILE).write_text('{"supervisor": 7}')
+    with Journal(context_of(run_dir, say=said.append, stop=stop), tmp_path / "runtime") as made:
+        log(made, 1)
+        assert (said, stop.requested) == ([], None)
+        shutil.rmtree(run_dir)
+        if again:
+            run_dir.mkdir()
+            (run_dir / LOCK_FILE).write_text('{"supervisor": 8}')
+            (run_dir / METRICS_LOG).write_text("{}\n")
+        for step in (2, 3):
+            values = {"loss": 1.0, "learning_rate": 1e-4, "grad_norm": 1.0}
+            counts = {"step": step, "steps": 1, "samples": 2, "tokens": 0, "learned_tokens": 0}
+            made.log_step(**values, **counts, flops=5e13, computed=0.75, validation=None)
+    assert stop.requested is ExitCode.STOPPED
+    assert len(said) == 1 and f"{run_dir} was removed or replaced" in said[0]
+
+
+def test_a_disk_that_does_not_answer_is_no_folder_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / LOCK_FILE).write_text('{"supervisor": 7}')
+    folder = HeldFolder(tmp_path)
+    numbers = iter((errno.EIO, errno.EACCES, errno.ESTALE))
+
+    def broken(path: Path) -> bytes:
+        raise OSError(next(numbers), "broken")
+
+    monkeypatch.setattr(Path, "read_bytes", broken)
+    assert [folder.is_gone() for _ in range(3)] == [False, False, True]
 
 
 class Ended:

@@ -276,12 +276,16 @@ def test_before_and_after_of_many_large_pictures_is_bounded(
     context: Any = SimpleNamespace(
         config=SimpleNamespace(validation=validation, method="lora"), run_dir=tmp_path, say=said.append
     )
-    preview.write_before_after(context, SimpleNamespace(prompts=[None] * count), 5)  # type: ignore[arg-type]
+    preview.write_before_after(context, SimpleNamespace(prompts=[None] * count), 5, drawn=True)  # type: ignore[arg-type]
     target = tmp_path / "before_after.png"
     assert said == [f"before and after: {target} (the first 80 of 200 prompts)"]
     assert held == [(384, 192)] * 2 * 80
     with Image.open(target) as picture:
         assert picture.width * picture.height <= pictures.ROW_PIXELS
+    for _ in range(2):  # a later start that draws none: the picture would be beside another LoRA
+        preview.write_before_after(context, SimpleNamespace(prompts=[]), 9, drawn=False)  # type: ignore[arg-type]
+    assert not target.exists()
+    assert len(said) == 2 and "this one draws no previews" in said[1]
     square = draw(plain(81, 384, 384), ["a red apple on the table " * 20] * 81, TITLES)
     assert square.width * square.height <= pictures.ROW_PIXELS
     assert pictures.first_of(80) == ""

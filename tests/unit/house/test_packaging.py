@@ -23,7 +23,7 @@ OPTIONAL = [
     for text in PROJECT["optional-dependencies"][extra]
 ]
 MAKE_TARGETS = [
-    "help", "setup", "demo", "test", "test-browser", "test-container", "test-gpu", "test-slurm",
+    "help", "setup", "demo", "test", "test-slow", "test-browser", "test-container", "test-gpu", "test-slurm",
     "lint", "type", "pins", "docs", "golden", "scan", "clean",
 ]  # fmt: skip
 

@@ -226,7 +226,7 @@ def test_auto_reads_from_where_the_bytes_are(
 @pytest.mark.parametrize("loader", ["fastsafetensors", "safetensors"])
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_what_was_asked_for_is_taken(path: Path, loader: Method, device: str) -> None:
-    assert choose(path, loader, torch.device(device)) == Choice(method=loader, reason="asked for")
+    assert choose(path, loader, torch.device(device)) == Choice(method=loader, reason="as planned")
 
 
 def test_auto_on_the_cpu_is_safetensors(path: Path) -> None:

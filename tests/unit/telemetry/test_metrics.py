@@ -33,7 +33,8 @@ def full_text(directory: Path) -> str:
     )
     metrics.cache_entries(reused=7, encoded=3)
     for one in (record(10, validation_loss=0.75), record(20, loss=0.25)):
-        metrics.record(dataclasses.replace(one, planned_steps=100, steps=10, samples=40))
+        of_tokens = {"validation_perplexity": 2.0, "validation_token_accuracy": 0.5}
+        metrics.record(dataclasses.replace(one, planned_steps=100, steps=10, samples=40, **of_tokens))
     metrics.checkpoint(20)
     metrics.write()
     StatusWriter(directory, ranks=2).beat(Phase.TRAIN, step=20, median_step_seconds=0.25)
@@ -57,6 +58,23 @@ def test_a_held_out_loss_before_the_first_step_is_served(tmp_path: Path) -> None
     metrics = RunMetrics(tmp_path)
     metrics.record(ValidationRecord(step=0, validation_loss=0.875, validation_data="a"))
     assert "trainer_validation_loss 0.875\n" in (tmp_path / METRICS_FILE).read_text()
+
+
+def test_no_loss_is_served_before_one_was_measured(tmp_path: Path) -> None:
+    """0 would be a perfect one; after a resume too, until the next round."""
+    metrics = RunMetrics(tmp_path)
+    metrics.goes_on(60, 100)
+    losses = {"trainer_loss", "trainer_validation_loss", "trainer_validation_perplexity"}
+
+    def served() -> set[str]:
+        families = text_string_to_metric_families((tmp_path / METRICS_FILE).read_text())
+        return losses & {sample.name for family in families for sample in family.samples}
+
+    assert served() == set()
+    metrics.record(record(70, loss=0.5))
+    assert served() == {"trainer_loss"}
+    metrics.record(record(80, loss=0.5, validation_loss=0.75))
+    assert served() == {"trainer_loss", "trainer_validation_loss"}
 
 
 def test_every_metric_of_the_table_is_served_with_its_value(tmp_path: Path) -> None:

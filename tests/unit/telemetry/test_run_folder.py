@@ -104,13 +104,13 @@ def test_it_runs_until_its_supervisor_has_recorded_the_end(run_dir: Path, runtim
 @pytest.mark.parametrize("code", [*ExitCode, 137])
 def test_an_end_says_its_exit_code_and_what_it_means(run_dir: Path, runtime: Path, code: int) -> None:
     process.begin(run_dir, supervisor=os.getpid(), runtime_dir=runtime)
-    problems = (PROBLEM,) if code == ExitCode.BAD_DATA else ()
+    problems = (PROBLEM, PROBLEM, PROBLEM) if code == ExitCode.BAD_DATA else ()
     cause = "SIGKILL: killed from outside" if code == 137 else ""
     process.end(run_dir, supervisor=os.getpid(), exit_code=code, cause=cause, problems=problems)
     end = read_run(run_dir).end
     assert end is not None and end.exit_code == code and end.problems == problems
     assert end.meaning == dict(MEANING).get(code, "unexpected")  # type: ignore[call-overload]
-    assert end.cause == (cause or (PROBLEM.what if problems else ""))
+    assert end.cause == (cause or ("a.png: a file is damaged (and 2 more)" if problems else ""))
 
 
 @pytest.mark.parametrize("name", ["step-000010", ".step-000010.old"])

@@ -218,6 +218,8 @@ def _repair(plain: dict[str, Any], path: KeyPath) -> None:
     parent: Any = plain
     for depth, key in enumerate(path[:-1]):
         if isinstance(parent, dict):
+            if key not in parent and path[depth + 1].isdecimal():
+                return  # the list went with another item of it
             parent = parent.setdefault(key, {})
         elif int(key) < len(parent):
             parent = parent[int(key)]

@@ -15,6 +15,7 @@ from trainer.data.records import ImageRecord
 from trainer.words.plurals import numbered
 
 _SHOWN = 20
+_CONTROL_SIDE = 1024  # of the square whose area such control images get
 # the names of folders from which kohya's scripts read repeats
 _REPEATS_IN_NAME = re.compile(r"(\d+)_.+")
 _log = logging.getLogger(__name__)
@@ -23,7 +24,8 @@ _log = logging.getLogger(__name__)
 def tell(records: Sequence[ImageRecord], measured: Mapping[Path, Measured], sets: Sequence[DataSet]) -> None:
     """Warn of images that are smaller than what they are trained at, which blurs them; of files of equal
     content, which count twice; of colour profiles that are not applied, those of masks aside, which mean
-    nothing; of mirrored images whose captions say left or right; and of numbers in names of folders.
+    nothing; of mirrored images whose captions say left or right; of control images that are encoded larger
+    than their pictures are trained; and of numbers in names of folders.
     """
     small = [one for one in records if one.width < one.bucket_width or one.height < one.bucket_height]
     if small:
@@ -58,7 +60,30 @@ def tell(records: Sequence[ImageRecord], measured: Mapping[Path, Measured], sets
             numbered(len(wrong), "caption says", "captions say"),
             first_lines([f"{one.path}: {one.caption:.100}" for one in wrong], _SHOWN),
         )  # fmt: skip
+    _tell_larger_controls(records)
     _tell_numbered_folders(records, sets)
+
+
+def _tell_larger_controls(records: Sequence[ImageRecord]) -> None:
+    """Warn of controls of another size than their picture, which the pipelines scale to the area that edited
+    pictures mostly have: a step takes many times as long where the others are small.
+    """
+    of_pictures = [(control, record) for record in records for control in record.controls]
+    larger = {
+        control.path: control
+        for control, record in of_pictures
+        if (control.width, control.height) != (record.width, record.height)
+        and record.bucket_width * record.bucket_height < 0.9 * _CONTROL_SIDE**2
+    }
+    if larger:
+        first = next(iter(larger.values()))
+        _log.warning(
+            "%d of %d control images have another size than their picture and become about %dx%d, larger than"
+            " what is trained: steps take longer. The first is %s with %dx%d. Write them at their picture's"
+            " size, where they show the same view.",
+            len(larger), len({control.path for control, _ in of_pictures}), _CONTROL_SIDE, _CONTROL_SIDE,
+            first.path, first.width, first.height,
+        )  # fmt: skip
 
 
 def _tell_numbered_folders(records: Sequence[ImageRecord], sets: Sequence[DataSet]) -> None:

@@ -74,7 +74,7 @@ def fill_cache(context: Context, entries: Entries, *, verify: bool = False) -> F
 
 
 OnDone = Callable[[int, int], None]
-"""Told the number of entries of a kind that are valid, and the number of all."""
+"""Told the number of entries of a kind that are valid, or were refused, and the number of all."""
 
 
 def _tell(context: Context, advance: OnDone, done: int, total: int) -> None:
@@ -120,25 +120,27 @@ def _encode_share(
         for number, (entry, pictures) in enumerate(ahead, start=1):
             context.stop.raise_if_requested()
             try:
-                tensors = encode(entry, pictures)
+                cache.write(entry.kind, entry.key, _finite(entry, encode(entry, pictures)))
             except ConversationError as error:
                 assert isinstance(entry, TextEntry), "only texts are conversations"
                 problems += [dataclasses.replace(one, where=entry.place) for one in error.problems]
-                on_done(told, total)  # a file of nothing else is no hang
-                continue
-            bad = next((name for name, one in tensors.items() if not one.isfinite().all()), None)
-            if bad is not None:  # cached, it would poison every later run
-                what = f"encoding {entry.name} gave values in `{bad}` that are not finite"
-                remedy = "encode in a wider type (model.dtype: fp32), and check the encoder's weights"
-                if entry.kind == "latents":  # these are in fp32 always
-                    remedy = "check the VAE's weights, and the picture"
-                raise DivergedError(what, where=f"{entry.kind} encoder", remedy=remedy)
-            cache.write(entry.kind, entry.key, tensors)
             while told < there + number * len(missing) // len(ours):
                 told += 1
                 on_done(told, total)
     if problems:
         raise DataError(capped(problems))
+
+
+def _finite(entry: Entry, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """`tensors`; raises DivergedError where one is not finite: cached, it would poison every later run."""
+    bad = next((name for name, one in tensors.items() if not one.isfinite().all()), None)
+    if bad is not None:
+        what = f"encoding {entry.name} gave values in `{bad}` that are not finite"
+        remedy = "encode in a wider type (model.dtype: fp32), and check the encoder's weights"
+        if entry.kind == "latents":  # these are in fp32 always
+            remedy = "check the VAE's weights, and the picture"
+        raise DivergedError(what, where=f"{entry.kind} encoder", remedy=remedy)
+    return tensors
 
 
 @contextlib.contextmanager

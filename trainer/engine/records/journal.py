@@ -14,9 +14,10 @@ import torch
 from trainer import __version__
 from trainer.config.secrets import redacted
 from trainer.engine.context import Context
-from trainer.errors import StorageError
+from trainer.errors import ExitCode, StorageError
 from trainer.modeling.storage.shared_memory import held_bytes
 from trainer.telemetry.log import step_line
+from trainer.telemetry.rundir import HeldFolder
 from trainer.telemetry.sinks.events import EventLog
 from trainer.telemetry.sinks.metrics import RunMetrics
 from trainer.telemetry.sinks.records import (
@@ -40,6 +41,7 @@ class Journal:
         self.events = EventLog(context.run_dir / "tensorboard")
         self.metrics = RunMetrics(runtime_dir)
         self.tracker = tracker
+        self._folder = HeldFolder(context.run_dir)
         sent = () if tracker is None else (tracker,)
         self._pictures: tuple[EventLog | Tracker, ...] = (self.events, *sent)
         self._figures = (self.metrics_log, *self._pictures, self.metrics)
@@ -134,9 +136,20 @@ class Journal:
         )
         for sink in self._figures:
             sink.record(record)
+        self._look_at_folder()
         # writing is timed with the next step: nothing that the run waits for is left out of its times
         self._marked = now
         return step_line(record)
+
+    def _look_at_folder(self) -> None:
+        """Have the run save and end where its folder is gone: another run could begin in a new one."""
+        if self._folder.is_gone() and self.context.stop.requested is None:
+            self.context.say(
+                f"warning: {self.context.run_dir} was removed or replaced while the run trained: it saves its"
+                " step there anew and ends, so that the same command goes on from it; its log, curves and"
+                " pictures so far are gone"
+            )
+            self.context.stop.requested = ExitCode.STOPPED
 
     def picture(self, tag: str, path: Path, step: int) -> None:
         """Show a PNG where pictures are taken."""

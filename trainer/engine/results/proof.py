@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -122,7 +123,7 @@ def export_lora(context: Context, model: Any, step: int) -> tuple[Path, Path | N
             temporary.mkdir(parents=True)
             folder.mkdir(exist_ok=True)
         path = write_lora(context, model, temporary)
-        proof = prove_lora(context, model, path)
+        proof = prove_lora(context, model, path, where=context.run_dir)
         figures = json.dumps({**asdict(proof), "step": step}, indent=1, sort_keys=True) + "\n"
         atomic.write_text(path.with_suffix(PROOF_SUFFIX), figures)
         # it belongs to another LoRA from here on
@@ -135,6 +136,8 @@ def export_lora(context: Context, model: Any, step: int) -> tuple[Path, Path | N
         _move(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):  # what is proved is in it, mostly
+            folder.rmdir()
     return folder / path.name, None if comfyui is None else folder / comfyui.name, proof
 
 
@@ -272,14 +275,20 @@ def file_metadata(context: Context) -> dict[str, str]:
 
 
 def prove_lora(
-    context: Context, model: Any, path: Path, *, untouched: Sequence[torch.Tensor] | None = None
+    context: Context,
+    model: Any,
+    path: Path,
+    *,
+    untouched: Sequence[torch.Tensor] | None = None,
+    where: Path | None = None,
 ) -> Proof:
     """Take the adapter off, load the file onto the same base, compare; the file's adapter stays on.
 
-    `untouched` are outputs of the base before it had any adapter, which it must give again without one.
+    Errors name `where`, the file itself if it is not given. `untouched` are outputs of the base before it had
+    any adapter, which it must give again without one.
     Raises DivergedError for NaN or a zero adapter, DataError when the file does not carry what was trained.
     """
-    layers, tolerance = check_file(path), TOLERANCE[context.dtype]
+    layers, tolerance, named = check_file(path), TOLERANCE[context.dtype], str(where or path)
     trained = fixed_outputs(context, model)
     lora.remove_lora(model)
     base = fixed_outputs(context, model)
@@ -290,16 +299,16 @@ def prove_lora(
         reload_error = max(reload_error, relative_difference(base, untouched))
     if math.isnan(reload_error) or math.isnan(effect):
         raise DivergedError(
-            "the model's output with the saved LoRA is not finite", where=str(path), remedy=LOWER_RATE
+            "the model's output with the saved LoRA is not finite", where=named, remedy=LOWER_RATE
         )
     if reload_error > tolerance:
         raise DataError(
             f"loaded from disk, the LoRA gives other outputs (relative difference {reload_error:.2e}, "
             f"allowed {tolerance:.0e})",
-            where=str(path),
+            where=named,
             remedy="this is a defect of the trainer: please report it; the checkpoints stay",
         )
-    require_effect(effect, "the LoRA does not change the model's output", str(path))
+    require_effect(effect, "the LoRA does not change the model's output", named)
     return Proof(reload_error=reload_error, effect=effect, layers=layers)
 
 

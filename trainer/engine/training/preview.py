@@ -109,14 +109,20 @@ def _is_drawn(text: Mapping[str, str], image: Image.Image, drawn_as: Mapping[str
     return square and {**text, **size} == drawn_as and "controls" in drawn_as
 
 
-def write_before_after(context: Context, entries: Entries, step: int) -> None:
-    """Put the previews of the base model over those of `step`, and say where.
+def write_before_after(context: Context, entries: Entries, step: int, *, drawn: bool) -> None:
+    """Put the previews of the base model over those of `step`, where some were `drawn`, and say where.
 
-    Says why where it cannot: previews of step 0 that are missing, or that were drawn otherwise.
+    Says why where it cannot, and removes the picture of an earlier start, which is of another result:
+    previews of step 0 that are missing, or that were drawn otherwise.
     """
     every = context.config.validation.prompts
     prompts = every[: pictures.MOST_COMPARED]
     target = context.run_dir / BEFORE_AFTER
+    if not drawn:
+        if target.exists():
+            target.unlink()
+            context.say(f"no {BEFORE_AFTER}: an earlier start's is removed, and this one draws no previews")
+        return
     rows: list[list[Image.Image]] = [[], []]
     for number in range(len(prompts)):
         for images, of_step in zip(rows, (0, step), strict=True):

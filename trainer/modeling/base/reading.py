@@ -71,7 +71,7 @@ def choose(path: Path, loader: str, device: torch.device) -> Choice:
     """The method for `path` where the plan's loader is `loader`."""
     match loader:
         case "fastsafetensors" | "safetensors":
-            return Choice(method=loader, reason="asked for")
+            return Choice(method=loader, reason="as planned")
     assert loader in ("auto", "fastsafetensors-cold", "fastsafetensors-cached"), loader
     if device.type != "cuda":
         return Choice(method="safetensors", reason="nothing is copied to a GPU")

@@ -177,14 +177,21 @@ def end_of(process: Process) -> End:
     code = process.exit_code
     if code is None:
         return End(exit_code=None, meaning=LOST)
-    first = process.problems[0].what if process.problems else ""
     return End(
         exit_code=code,
         meaning=meaning(code),
-        cause=process.cause or first,
+        cause=process.cause or _cause(process.problems),
         problems=process.problems,
         unix_seconds=process.ended_unix_seconds,
     )
+
+
+def _cause(problems: Sequence[Problem]) -> str:
+    """The first problem with its place, and how many more there are."""
+    if not problems:
+        return ""
+    first, more = problems[0], len(problems) - 1
+    return f"{first.where + ': ' if first.where else ''}{first.what}{f' (and {more} more)' if more else ''}"
 
 
 def write_error(runtime_dir: Path, error: TrainerError) -> None:

@@ -49,9 +49,10 @@ METRICS: tuple[Metric, ...] = (
     Metric(name="trainer_planned_steps",
            help="Optimizer steps that the run will do in all; those done once it ended early as configured."),
     Metric(name="trainer_loss", help="Training loss, mean since the log step before."),
-    Metric(name="trainer_validation_loss", help="Loss on held-out samples at fixed noise."),
+    Metric(name="trainer_validation_loss",
+           help="Loss on held-out samples at fixed noise; absent until this process has measured one."),
     Metric(name="trainer_validation_perplexity",
-           help="exp of the loss on held-out samples, of a language model; 0 of others."),
+           help="exp of the loss on held-out samples, of a language model; absent of others."),
     Metric(name="trainer_validation_token_accuracy",
            help="Share of the held-out samples' learned tokens that are the most likely ones."),
     Metric(name="trainer_validation_score", labels=("metric",),
@@ -108,6 +109,15 @@ METRICS: tuple[Metric, ...] = (
 # fmt: on
 
 
+_ONCE_KNOWN = (
+    "trainer_loss",
+    "trainer_validation_loss",
+    "trainer_validation_perplexity",
+    "trainer_validation_token_accuracy",
+)
+"""Gauges that are served from their first value on: 0 would be a perfect loss."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Registry:
     """A prometheus registry with the table's metrics by kind and name."""
@@ -152,6 +162,9 @@ class RunMetrics:
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / METRICS_FILE
         self._registry = build_registry("run")
+        self._unknown = set(_ONCE_KNOWN)
+        for name in _ONCE_KNOWN:
+            self._registry.collector.unregister(self._registry.gauges[name])
 
     def begin(self, *, build: Mapping[str, str], decisions: Mapping[str, str], budget_bytes: int) -> None:
         """Publish what runs, by the labels of `trainer_build_info`, and its plan: feature -> value, and the
@@ -207,6 +220,9 @@ class RunMetrics:
             )
         for name, value in values.items():
             self._registry.gauges[name].set(value)
+        for name in self._unknown & values.keys():
+            self._registry.collector.register(self._registry.gauges[name])
+            self._unknown.remove(name)
         self.write()
 
     def goes_on(self, step: int, planned_steps: int) -> None:

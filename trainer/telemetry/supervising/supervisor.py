@@ -285,7 +285,7 @@ class _Watch:
                 self._ask(stop.ASK_SIGNAL, ExitCode.STOPPED, why)
             # A wrapper (make, a shell script) may pass on the key press that the terminal sent us as well.
             elif signum == signal.SIGINT and at - self._asked[0] > _SAME_KEY_SECONDS:
-                self._kill(_INTERRUPTED, "killed on the second Ctrl-C; the newest checkpoint can be resumed")
+                self._kill(_INTERRUPTED, "killed on the second Ctrl-C; checkpoints that are there are kept")
 
     def _look(self, now: float) -> None:
         """Look at the heartbeat, at the time since the child was asked to end, and at the memory."""

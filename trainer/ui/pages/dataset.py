@@ -21,6 +21,7 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from trainer import families
+from trainer.config import fields
 from trainer.config.schema import DataSection
 from trainer.data.pictures.buckets import buckets
 from trainer.errors import DataError, Problem
@@ -293,12 +294,17 @@ def _settings(studio: Studio, request: Request, form: FormData) -> None:
     try:
         data = DataSection.model_validate({"sets": [{"img_dir": place.folder}], **values})
     except ValidationError as error:
-        problems = [Problem(what=one["msg"], where=".".join(map(str, one["loc"]))) for one in error.errors()]
-        raise DataError(problems) from error
+        raise DataError([_refused(one["loc"], one["input"]) for one in error.errors()]) from error
     buckets(data.resolution, families.get(family).pixel_multiple)
     made = Settings(family=family, resolution=data.resolution, trigger_word=trigger_word, mask=mask)
     made = dataclasses.replace(made, controls=tuple(filter(None, controls)))
     snapshot.keep(place, snapshot.SETTINGS_NAME, made)
+
+
+def _refused(place: Sequence[int | str], given: object) -> Problem:
+    path = ("data", *map(str, place))
+    what = f"expected {fields.expected(path)}, got '{str(given)[:60]}'"
+    return Problem(what=what, where=str(place[-1]), remedy="correct it, and save again")
 
 
 def _text(form: FormData, name: str) -> str:

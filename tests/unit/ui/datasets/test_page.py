@@ -316,6 +316,8 @@ def test_settings_are_those_that_a_run_takes(client: TestClient, studio: Studio)
         {"mask": "../../etc"},
     ):
         assert client.post(f"/data/{place.id}/settings", data=asked | wrong).status_code in (404, 422)
+    refused = client.post(f"/data/{place.id}/settings", data=asked | {"resolution": "big"}).text
+    assert re.search("expected a whole number .*, got 'big'", html.unescape(refused))
     assert 'value="512"' in client.get(f"/data/{place.id}").text
 
 
