@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -14,6 +15,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.house.sources import ROOT
+from tests.unit.telemetry.test_records import record
 from trainer.container.appliance import METRICS_PORT
 from trainer.machine.profiles import PROFILES
 from trainer.telemetry.sinks.metrics import METRICS, RunMetrics, build_registry
@@ -112,7 +114,8 @@ def queries() -> Iterator[tuple[str, str]]:
 
 def served(folder: Path) -> set[str]:
     """Names of the samples on /metrics of a run, and of what has no sample before a label is used."""
-    RunMetrics(folder).write()
+    measured = {"validation_loss": 1.0, "validation_perplexity": 2.0, "validation_token_accuracy": 0.5}
+    RunMetrics(folder).record(dataclasses.replace(record(1), **measured))
     text = metrics_text(
         folder,
         version="0",
