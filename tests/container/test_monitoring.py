@@ -49,6 +49,7 @@ WITHOUT_ANSWER = {
             'trainer_tokens_total{instance=~".+"} > 0',
             'trainer_learned_tokens_total{instance=~".+"} > 0',
             'trainer_validation_perplexity{instance=~".+"} > 0',
+            'trainer_validation_token_accuracy{instance=~".+"}',
         ),
         "the run learns from pictures (tests/e2e/test_conversations.py has one of texts)",
     ),
