@@ -48,10 +48,14 @@ def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Journal]:
         yield made
 
 
-def log(book: Journal, step: int) -> dict[str, Any]:
+def take_step(book: Journal, step: int) -> None:
     values = {"loss": 1.0, "learning_rate": 1e-4, "grad_norm": 1.0}
     counts = {"step": step, "steps": 1, "samples": 2, "tokens": 0, "learned_tokens": 0}
     book.log_step(**values, **counts, flops=5e13, computed=0.75, validation=None)
+
+
+def log(book: Journal, step: int) -> dict[str, Any]:
+    take_step(book, step)
     row: dict[str, Any] = json.loads((book.context.run_dir / METRICS_LOG).read_text().splitlines()[-1])
     return row
 
@@ -114,9 +118,7 @@ def test_a_run_whose_folder_is_gone_is_asked_to_save_and_end(tmp_path: Path, aga
             (run_dir / LOCK_FILE).write_text('{"supervisor": 8}')
             (run_dir / METRICS_LOG).write_text("{}\n")
         for step in (2, 3):
-            values = {"loss": 1.0, "learning_rate": 1e-4, "grad_norm": 1.0}
-            counts = {"step": step, "steps": 1, "samples": 2, "tokens": 0, "learned_tokens": 0}
-            made.log_step(**values, **counts, flops=5e13, computed=0.75, validation=None)
+            take_step(made, step)
     assert stop.requested is ExitCode.STOPPED
     assert len(said) == 1 and f"{run_dir} was removed or replaced" in said[0]
 

@@ -16,6 +16,9 @@ from trainer.errors import Problem
 if TYPE_CHECKING:
     from trainer.config.schema import DataSet
 
+CONTROL_SIDE = 1024
+"""Side of the square whose area the pipelines scale control images of another size to, in previews too."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:

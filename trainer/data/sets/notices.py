@@ -12,10 +12,10 @@ from trainer.data.leftout import first_lines
 from trainer.data.pictures.images import Measured
 from trainer.data.pictures.variants import names_a_side
 from trainer.data.records import ImageRecord
+from trainer.data.sets.controls import CONTROL_SIDE
 from trainer.words.plurals import numbered
 
 _SHOWN = 20
-_CONTROL_SIDE = 1024  # of the square whose area such control images get
 # the names of folders from which kohya's scripts read repeats
 _REPEATS_IN_NAME = re.compile(r"(\d+)_.+")
 _log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def _tell_larger_controls(records: Sequence[ImageRecord]) -> None:
         control.path: control
         for control, record in of_pictures
         if (control.width, control.height) != (record.width, record.height)
-        and record.bucket_width * record.bucket_height < 0.9 * _CONTROL_SIDE**2
+        and record.bucket_width * record.bucket_height < 0.9 * CONTROL_SIDE**2
     }
     if larger:
         first = next(iter(larger.values()))
@@ -81,7 +81,7 @@ def _tell_larger_controls(records: Sequence[ImageRecord]) -> None:
             "%d of %d control images have another size than their picture and become about %dx%d, larger than"
             " what is trained: steps take longer. The first is %s with %dx%d. Write them at their picture's"
             " size, where they show the same view.",
-            len(larger), len({control.path for control, _ in of_pictures}), _CONTROL_SIDE, _CONTROL_SIDE,
+            len(larger), len({control.path for control, _ in of_pictures}), CONTROL_SIDE, CONTROL_SIDE,
             first.path, first.width, first.height,
         )  # fmt: skip
 

@@ -112,8 +112,8 @@ def _is_drawn(text: Mapping[str, str], image: Image.Image, drawn_as: Mapping[str
 def write_before_after(context: Context, entries: Entries, step: int, *, drawn: bool) -> None:
     """Put the previews of the base model over those of `step`, where some were `drawn`, and say where.
 
-    Says why where it cannot, and removes the picture of an earlier start, which is of another result:
-    previews of step 0 that are missing, or that were drawn otherwise.
+    Says why where it cannot (previews of step 0 are missing, or were drawn otherwise), and removes the
+    picture of an earlier start, which is of another result.
     """
     every = context.config.validation.prompts
     prompts = every[: pictures.MOST_COMPARED]

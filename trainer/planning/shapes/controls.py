@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-CONTROL_SIDE = 1024
-"""Side of the square whose area the pipelines scale control images of another size to, in previews too."""
+from trainer.data.sets.controls import CONTROL_SIDE
 
 
 class ControlPixels(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any
 
 from trainer.config import environment
 from trainer.config.schema import RunConfig
-from trainer.data.sets.controls import control_folders
+from trainer.data.sets.controls import CONTROL_SIDE, control_folders
 from trainer.errors import AccessError
 from trainer.families.family import Family
 from trainer.families.values import Shape
@@ -25,7 +25,7 @@ from trainer.files.component_shapes import packed_size, stored_as
 from trainer.files.weight_files import weight_files
 from trainer.modeling.base.base import read_config
 from trainer.planning.shapes.adapters import TEXT_SIDE, planned_adapter
-from trainer.planning.shapes.controls import CONTROL_SIDE, control_pixels
+from trainer.planning.shapes.controls import control_pixels
 from trainer.planning.shapes.geometry import (
     NO_LINEARS,
     ComponentGeometry,

@@ -14,11 +14,10 @@ from pathlib import Path
 
 from trainer.config.schema import DataSet
 from trainer.data.pictures.buckets import Size, buckets, nearest_bucket
-from trainer.data.sets.controls import read_set, set_folders
+from trainer.data.sets.controls import CONTROL_SIDE, read_set, set_folders
 from trainer.data.sets.metadata_files import METADATA_NAMES
 from trainer.families.family import Family
 from trainer.files.component_shapes import Stamp, stamp_of
-from trainer.planning.shapes.controls import CONTROL_SIDE
 from trainer.planning.shapes.mix import Pictures
 
 _MOST_LOOKED_AT = 200

@@ -54,7 +54,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(name="trainer_validation_perplexity",
            help="exp of the loss on held-out samples, of a language model; absent of others."),
     Metric(name="trainer_validation_token_accuracy",
-           help="Share of the held-out samples' learned tokens that are the most likely ones."),
+           help="Share of the held-out samples' learned tokens that are the most likely ones; absent of other"
+                " families."),
     Metric(name="trainer_validation_score", labels=("metric",),
            help="Metrics of the last previews that were measured, by `validation.metrics`."),
     Metric(name="trainer_learning_rate", help="Learning rate of the last step."),
