@@ -49,6 +49,10 @@ class HeldFolder:
         """
         return bool(self._holder) and self._read() != self._holder
 
+    def is_anothers(self) -> bool:
+        """True where another run's lock file took the place of this one's."""
+        return bool(self._holder) and self._read() not in (None, self._holder)
+
     def _read(self) -> bytes | None:
         """The bytes of the file, which no run changes while it trains; None where there is none. Numbers of
         files would be no proof: some network file systems change them.

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trainer.engine.records import journal
 from trainer.engine.records.journal import Journal
-from trainer.errors import DataError, ExitCode, NoSpaceError, TrainerError
+from trainer.errors import ConfigError, DataError, ExitCode, NoSpaceError, TrainerError
 from trainer.telemetry.rundir import LOCK_FILE, HeldFolder
 from trainer.telemetry.sinks.metrics import METRICS_FILE
 from trainer.telemetry.sinks.records import METRICS_LOG
@@ -103,8 +103,10 @@ def test_a_cpu_has_no_device_memory(book: Journal) -> None:
     assert {row[f"device_memory_{name}"] for name in names} == {0}
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["removed", "replaced"])
-def test_a_run_whose_folder_is_gone_is_asked_to_save_and_end(tmp_path: Path, again: bool) -> None:
+@pytest.mark.parametrize("again", [False, True], ids=["removed", "another run's"])
+def test_a_run_whose_folder_is_gone_saves_and_ends_where_no_other_has_begun(
+    tmp_path: Path, again: bool
+) -> None:
     """Its records go into files without a name, and another run could begin in a folder of that name."""
     run_dir, said, stop = tmp_path / "run", list[str](), SimpleNamespace(requested=None)
     run_dir.mkdir()
@@ -116,11 +118,14 @@ def test_a_run_whose_folder_is_gone_is_asked_to_save_and_end(tmp_path: Path, aga
         if again:
             run_dir.mkdir()
             (run_dir / LOCK_FILE).write_text('{"supervisor": 8}')
-            (run_dir / METRICS_LOG).write_text("{}\n")
+            with pytest.raises(ConfigError, match="another run has this folder now"):
+                take_step(made, 2)
+            assert stop.requested is None
+            return
         for step in (2, 3):
             take_step(made, step)
     assert stop.requested is ExitCode.STOPPED
-    assert len(said) == 1 and f"{run_dir} was removed or replaced" in said[0]
+    assert len(said) == 1 and f"{run_dir} was removed while" in said[0]
 
 
 def test_a_disk_that_does_not_answer_is_no_folder_that_is_gone(

@@ -14,7 +14,7 @@ import torch
 from trainer import __version__
 from trainer.config.secrets import redacted
 from trainer.engine.context import Context
-from trainer.errors import ExitCode, StorageError
+from trainer.errors import ConfigError, ExitCode, StorageError
 from trainer.modeling.storage.shared_memory import held_bytes
 from trainer.telemetry.log import step_line
 from trainer.telemetry.rundir import HeldFolder
@@ -142,10 +142,20 @@ class Journal:
         return step_line(record)
 
     def _look_at_folder(self) -> None:
-        """Have the run save and end where its folder is gone: another run could begin in a new one."""
+        """Have the run save and end where its folder is gone: another run could begin in a new one.
+
+        Raises ConfigError where one has begun there: nothing is saved among its files.
+        """
+        if self._folder.is_anothers():
+            raise ConfigError(
+                "another run has this folder now: it was replaced while this one trained, which saves nothing"
+                " into it",
+                where=str(self.context.run_dir),
+                remedy="to train this one too, start it again with another output_dir",
+            )
         if self._folder.is_gone() and self.context.stop.requested is None:
             self.context.say(
-                f"warning: {self.context.run_dir} was removed or replaced while the run trained: it saves its"
+                f"warning: {self.context.run_dir} was removed while the run trained: it saves its"
                 " step there anew and ends, so that the same command goes on from it; its log, curves and"
                 " pictures so far are gone"
             )
