@@ -84,9 +84,9 @@ test-container: $(CONTAINER_STAMP) ## images, real containers, compose files and
 	@$(TEST_ENV) $(BIN)/pytest -q -m container $(CONTAINER_TESTS) $(OR_NONE)
 
 test-gpu: $(STAMP) ## tests that need a CUDA device
-	@# counts of activations run side by side on every GPU by themselves
+	@# counts of activations run side by side on every GPU by themselves, each with one thread of its compiler
 	@GPU_TURNS=1 $(TEST_ENV) $(BIN)/pytest -q -n $(GPU_WORKERS) --dist loadgroup -m gpu --ignore tests/gpu/test_activations.py $(OR_NONE)
-	@$(TEST_ENV) $(BIN)/pytest -q -m gpu tests/gpu/test_activations.py $(OR_NONE)
+	@TORCHINDUCTOR_COMPILE_THREADS=1 $(TEST_ENV) $(BIN)/pytest -q -m gpu tests/gpu/test_activations.py $(OR_NONE)
 
 test-slurm: $(STAMP) ## the batch script and the queue's launcher in a real Slurm of two nodes; as root, it installs that
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v slurmctld && command -v munged; } >/dev/null; then \
