@@ -1,7 +1,8 @@
-# All images, with attestations:  docker buildx bake -f docker/docker-bake.hcl           (every profile)
-#                                 docker buildx bake -f docker/docker-bake.hcl hopper-fp8 --load
-# A variable is set in the environment:  REGISTRY=registry.example/team docker buildx bake -f docker/docker-bake.hcl --push
-# Attestations and several platforms need a builder of the driver docker-container, or the containerd image store.
+# All images, with attestations, into a registry; variables are set in the environment:
+#   REGISTRY=registry.example/team docker buildx bake -f docker/docker-bake.hcl --push                (every profile)
+#   REGISTRY=registry.example/team docker buildx bake -f docker/docker-bake.hcl hopper-fp8 --push
+# Attestations and several platforms need a builder of the driver docker-container, or the containerd image store, which
+# alone can --load them too. One image on this machine: docker build -f docker/Dockerfile --target hopper-fp8 .
 
 variable "REGISTRY" { default = "" }     # before the name: registry.example/team
 variable "VERSION" { default = "0.1.0" } # trainer.__version__

@@ -23,9 +23,7 @@ fail() {
 file_env() {
     local name="$1" file_name="${1}_FILE"
     local file="${!file_name:-}" value="${!name:-}"
-    if [[ -z $file ]]; then
-        return
-    fi
+    [[ -n $file ]] || return 0
     if [[ -f $file && ! -s $file ]]; then # compose's no-token, which others may not read where the umask is 027
         unset "$file_name" && return
     elif [[ -n $value ]]; then
@@ -89,6 +87,7 @@ export USER="${USER:-trainer}"
 if [[ ${1:-} == trainer ]]; then
     shift
 elif [[ $# -gt 0 ]] && ! is_ours "$1"; then
+    { : >"${TRAINER_RUNTIME_DIR:-/run/trainer}/no-run"; } 2>/dev/null || true # for `trainer health`, as preflight does
     exec -- "$@"
 fi
 if [[ $# -eq 0 ]]; then

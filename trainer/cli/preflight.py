@@ -63,13 +63,13 @@ def preflight(words: tuple[str, ...]) -> int:
 
 def _expect(words: Sequence[str]) -> None:
     """Leave word for `trainer health` that this container has no run, so that nobody waits for a heartbeat
-    of a download or of the studio; or take it back.
+    of a download, of the studio or of a picture, which has a runtime folder of its own; or take it back.
     """
     from trainer.config import environment
 
     mark = environment.runtime_dir() / NO_RUN
     with contextlib.suppress(OSError):  # whoever needs the folder says what is wrong with it
-        if words and words[0] not in ON_MACHINE:
+        if words and words[0] not in TOGETHER:
             mark.touch()
         else:
             mark.unlink(missing_ok=True)

@@ -15,6 +15,7 @@ import pytest
 
 from trainer.cli.commands import COMMANDS
 from trainer.cli.errors import error_text
+from trainer.cli.health import NO_RUN
 from trainer.container.appliance import SECRETS
 from trainer.errors import ConfigError, ExitCode
 
@@ -137,6 +138,12 @@ def test_any_other_program_runs_as_it_is(run: Run, checked: Callable[[], list[st
     assert (code, out, err) == (7, "pid=SAME a b *\n", "")
     assert run("/bin/echo", "hello", PREFLIGHT="exit 69")[1] == "hello\n"
     assert checked() == [], "its machine may be any"
+
+
+def test_of_any_other_program_no_run_is_expected(run: Run, tmp_path: Path) -> None:
+    assert run("/bin/echo", "hello", TRAINER_RUNTIME_DIR=str(tmp_path)) == (0, "hello\n", "")
+    assert (tmp_path / NO_RUN).exists()
+    assert run("/bin/echo", "hello", TRAINER_RUNTIME_DIR=str(tmp_path / "absent")) == (0, "hello\n", "")
 
 
 def test_other_programs_get_secrets_too(run: Run, tmp_path: Path) -> None:

@@ -137,11 +137,14 @@ def test_a_folder_of_the_submitting_machine_need_not_be_there(
     script: Callable[..., str], tmp_path: Path
 ) -> None:
     program = tmp_path / "says"
-    program.write_text('#!/bin/sh\necho "in $TRAINER_RUNTIME_DIR"\n')
+    program.write_text('#!/bin/sh\necho "in $(stat -c %n:%a "$TRAINER_RUNTIME_DIR")"\n')
     program.chmod(0o755)
     given = {"launch": str(program), "job": "987654"}
-    assert "in /tmp/trainer-987654-0" in script(0, tmp_path / "one", **given, TMPDIR="/local/job12")
-    assert f"in {tmp_path}/trainer-987654-0" in script(0, tmp_path / "two", **given)
+    said = script(0, tmp_path / "one", **given, TMPDIR="/local/job12"), script(0, tmp_path / "two", **given)
+    for text, parent in zip(said, (Path("/tmp"), tmp_path), strict=True):
+        folder = re.search(rf"in ({parent}/trainer-987654-\w{{8}}):700$", text, re.MULTILINE)
+        assert folder, "of a name that nobody can guess, and nobody else's"
+        assert not Path(folder[1]).exists()
 
 
 def test_the_script_keeps_the_code_of_a_step_that_ends_while_it_heeds_the_time_limit(
