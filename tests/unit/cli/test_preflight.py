@@ -412,7 +412,9 @@ def test_a_container_without_a_run_waits_for_no_heartbeat(
     assert capfd.readouterr().out == "healthy: no run: this container does something else\n"
     ask(machine("h200"), *train(tmp_path))
     assert main(["health"]) == 1
-    ask(machine("h200"), "sample", CONFIG, "--output", str(tmp_path / "picture.png"))  # in a folder of its own
+    ask(
+        machine("h200"), "sample", CONFIG, "--output", str(tmp_path / "picture.png")
+    )  # in a folder of its own
     assert main(["health"]) == 0
 
 
