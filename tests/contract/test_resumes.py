@@ -277,6 +277,7 @@ MEASURED = (
     "validation.prompts=[]",
     "checkpoint.checkpointing_steps=2",
 )
+SEEDS = tuple(f"validation.seed={seed}" for seed in range(6))
 
 
 def test_entries_that_are_damaged_late_are_all_found_and_lose_no_line(
@@ -313,6 +314,41 @@ def test_entries_that_are_damaged_late_are_all_found_and_lose_no_line(
     last = [line for line in straight.said if line.startswith("held-out loss") and "->" in line]
     assert last and last == [line for line in again.said if line.startswith("held-out loss") and "->" in line]
     assert not different(files(again.folder, "lora/*"), files(straight.folder, "lora/*"))
+
+
+def test_the_seed_that_draws_what_is_held_out_is_named_where_it_changed(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    short = (*MEASURED, "train.max_train_steps=2")
+    workshop.job(CASE, tmp_path, *short).train()
+    picked = {seed: workshop.job(CASE, tmp_path, *MEASURED, seed) for seed in SEEDS}
+    other = next(job for job in picked.values() if job.samples.held_out != picked[SEEDS[0]].samples.held_out)
+    with pytest.raises(ConfigError, match=r"\(validation\.held_out, validation\.seed\)"):
+        other.train()
+    unheld = (*MEASURED, "validation.held_out=0")
+    workshop.job(CASE, tmp_path / "free", *unheld, "train.max_train_steps=2").train()
+    workshop.job(CASE, tmp_path / "free", *unheld, SEEDS[1]).train()  # draws previews alone
+
+
+def test_the_best_and_the_log_of_a_finished_run_stay_where_all_is_trained_again(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    """Its checkpoints were removed; the new start ends before it has any."""
+    done = workshop.job(CASE, tmp_path, *MEASURED)
+    done.train()
+    shutil.rmtree(done.folder / "checkpoints")
+    before = {name: files(done.folder, name) for name in ("lora/*", "best/*", "metrics.jsonl")}
+    for _ in range(2):  # what a start left that did not end is not kept
+        with pytest.raises(KilledError):
+            again = workshop.job(CASE, tmp_path, *MEASURED, status=dying_after(tmp_path, 1))
+            again.train()
+    assert files(done.folder, "lora/*") == before["lora/*"]
+    kept = files(done.folder, "best.earlier/*")
+    assert list(kept.values()) == list(before["best/*"].values()) and len(kept) == 3
+    kept = files(done.folder, "metrics.jsonl.earlier")
+    assert list(kept.values()) == list(before["metrics.jsonl"].values())
+    assert len(list(done.folder.glob("*.earlier*"))) == 2
+    assert not [line for line in again.said if "the run that ended here" in line]
 
 
 def test_the_best_of_a_future_that_did_not_happen_is_removed(workshop: Workshop, tmp_path: Path) -> None:

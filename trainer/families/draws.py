@@ -134,8 +134,8 @@ def _even_density(flow: FlowSection, position: int, draws: int) -> float:
         import statistics  # takes longer than the rest of this file, and no other scheme needs it
 
         normal = statistics.NormalDist(flow.logit_mean, flow.logit_std)
-        # its lowest value has no quantile
-        return 1.0 / (1.0 + math.exp(-normal.inv_cdf(max(quantile, 1e-9))))
+        # its lowest value has no quantile, and exp has no number for more than 709
+        return 1.0 / (1.0 + math.exp(min(-normal.inv_cdf(max(quantile, 1e-9)), 700.0)))
     if flow.weighting_scheme == "mode":
         bent = math.cos(math.pi * quantile / 2) ** 2 - 1 + quantile
         return 1.0 - quantile - flow.mode_scale * bent

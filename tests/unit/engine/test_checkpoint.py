@@ -250,7 +250,7 @@ def test_another_run_is_refused_with_every_difference(tmp_path: Path) -> None:
     assert "train.seed: it began with '0', this start has '1'" in text
     assert "lora.rank: it began with '8', this start has '16'" in text
     assert text.endswith("-> set back what is listed, or choose another output_dir to start afresh")
-    with pytest.raises(ConfigError, match="data: images, captions, conversations or what is done with them"):
+    with pytest.raises(ConfigError, match="data: images, captions, conversations, what is done with them or"):
         one, two = {"data": "18c0a833651f21ef"}, {"data": "57a2d81abf5c18d5"}
         checkpoint.require_same_run(folder, one, two, print)
 

@@ -396,3 +396,11 @@ def test_padded_rows_are_of_one_length_and_count_what_rows_as_they_come_count(
     share = 1 - real / (128 * len(padded))
     assert 0.06 < share < 0.3, "at least the four tokens that rows are shorter"
     assert said[-1] == f"rows are padded to 128 tokens: {share:.1%} of them is padding in the first 6 steps"
+
+
+def test_noise_levels_beyond_what_exp_has_are_those_at_the_end() -> None:
+    section = FlowSection(weighting_scheme="logit_normal", logit_mean=0.0, logit_std=1e4)
+    settings = dataclasses.replace(SETTINGS, flow=section, measured_draws=4)
+    measured = draw_samples(settings, range(8), (4, 4, 4)).sigma
+    ends = [float(settings.sigmas[-1]), float(settings.sigmas[0])]
+    assert measured.sort().values.tolist() == [end for end in ends for _ in range(4)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,6 +166,24 @@ def test_the_kept_one_is_measured_without_a_step_back(
     model: Any = SimpleNamespace(training=False, eval=nothing, train=nothing)
     held_out.prove_best(ends, model, samples, tmp_path / "last.safetensors")
     assert beats == [(Phase.SAVE, None)] * 2
+
+
+@pytest.mark.parametrize(
+    ("kept_loss", "again", "same"),
+    [(3e-5, 3.2e-5, True), (3e-5, 5e-4, False), (0.5, 0.508, True), (0.5, 0.52, False)],
+)
+def test_what_rounding_leaves_of_a_tiny_loss_is_no_share_of_it(
+    kept_loss: float, again: float, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_out.keep_best(context(tmp_path), 80, record(80, kept_loss))
+    monkeypatch.setattr(held_out, "measure", lambda *_, **__: record(80, again))
+    monkeypatch.setattr(proof, "load_lora", lambda *_: None)
+    monkeypatch.setattr(held_out.lora, "remove_lora", lambda *_: None)
+    ends: Any = SimpleNamespace(**vars(context(tmp_path)), dtype=torch.bfloat16)
+    samples: Any = SimpleNamespace(data="a")
+    problem = contextlib.nullcontext() if same else pytest.raises(DataError, match="this is a defect")
+    with problem:
+        held_out.prove_best(ends, None, samples, tmp_path / "last.safetensors")
 
 
 def test_a_file_that_somebody_took_is_not_kept(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_previews_draw_rows_that_are_bounded(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(preview, "write_drawn", lambda *given: write_png(given[3], given[4]))
     config = SimpleNamespace(validation=SimpleNamespace(prompts=["a"] * 4))
     context = SimpleNamespace(config=config, run_dir=tmp_path, ranks=None)
-    journal = SimpleNamespace(picture=lambda *_: None)
+    journal = SimpleNamespace(picture=lambda *_: None, look_at_folder=lambda: None)
     run: Any = SimpleNamespace(
         context=context, built=SimpleNamespace(model=None), entries=None, journal=journal
     )

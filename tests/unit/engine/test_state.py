@@ -113,7 +113,9 @@ def test_records_are_on_the_disk_before_the_checkpoint_that_relies_on_them(
     config = SimpleNamespace(checkpoint=SimpleNamespace(checkpoints_total_limit=1))
     context = SimpleNamespace(run_dir=tmp_path, status=status, config=config, say=lambda text: None)
     journal = SimpleNamespace(
-        sync=lambda: done.append("records"), metrics=SimpleNamespace(checkpoint=lambda step: None)
+        sync=lambda: done.append("records"),
+        metrics=SimpleNamespace(checkpoint=lambda step: None),
+        look_at_folder=lambda: None,
     )
     run: Any = SimpleNamespace(
         context=context, journal=journal, start=SimpleNamespace(fingerprint={}, settings={})

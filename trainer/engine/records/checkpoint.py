@@ -329,7 +329,8 @@ def _read_rows(path: Path, device: str, rows: Mapping[str, Rows]) -> dict[str, t
 
 
 _OTHERWISE = {
-    "data": "images, captions, conversations or what is done with them are not as when the run began",
+    "data": "images, captions, conversations, what is done with them or which are held out"
+    " (validation.held_out, validation.seed) are not as when the run began",
     "sample_order": "this version puts other samples into a step than the one that began the run",
 }
 """Told of values that say nothing to a reader."""

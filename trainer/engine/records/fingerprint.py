@@ -27,10 +27,10 @@ REFUSED: Mapping[str, Sequence[str]] = {
     "dtype": ("model.dtype",),
     "compute": ("features.compute",),
     "text_encoders": (),
-    # samples that are left out or cut are what these keys decide, and part of the samples' fingerprint
+    # samples that are left out, held out or cut are what these keys decide, and part of the fingerprint
     "data": (
         "data.sets", "data.resolution", "data.trigger_word", "data.on_bad_file", "data.on_long",
-        "validation.held_out",
+        "validation.held_out", "validation.seed",
     ),
     "sample_order": (),
     "caption_dropout_rate": ("data.caption_dropout_rate",),
@@ -76,7 +76,7 @@ FREE: tuple[str, ...] = (
     "train.report_to", "train.tracker_project_name", "features.activation_checkpointing",
     "features.activation_budget", "features.block_swap", "features.cuda_graphs", "features.loader",
     "features.memory_budget", "parallel.gpus", "parallel.shard",
-    "validation.prompts", "validation.every_steps", "validation.seed",
+    "validation.prompts", "validation.every_steps",
     "validation.num_inference_steps", "validation.guidance_scale", "validation.resolution",
     "validation.max_new_tokens", "validation.control_images", "validation.img_dir", "validation.chat_file",
     "validation.columns", "validation.dataset_info", "validation.name",

@@ -15,8 +15,10 @@ from trainer import __version__
 from trainer.config.secrets import redacted
 from trainer.engine.context import Context
 from trainer.errors import ConfigError, ExitCode, StorageError
+from trainer.files import atomic
 from trainer.modeling.storage.shared_memory import held_bytes
 from trainer.telemetry.log import step_line
+from trainer.telemetry.run_folder.results import BEST_FOLDER, lora_step
 from trainer.telemetry.rundir import HeldFolder
 from trainer.telemetry.sinks.events import EventLog
 from trainer.telemetry.sinks.metrics import RunMetrics
@@ -54,8 +56,12 @@ class Journal:
         self.start_clock()
 
     def cut_back(self, step: int) -> None:
-        """Forget all after a checkpoint's step; at 0 everything: a fresh start measures that step again."""
+        """Forget all after a checkpoint's step; at 0 everything: a fresh start measures that step again. What
+        a run that ended here left is kept aside then. Raises StorageError.
+        """
         last_kept = step if step > 0 else -1
+        if step == 0:
+            self._keep_aside()
         damaged, name = self.metrics_log.truncate_after(last_kept)
         if damaged:
             self.context.say(
@@ -63,6 +69,23 @@ class Journal:
             )
         self.events.restart_after(last_kept)
         self.metrics.goes_on(step, self.context.config.train.max_train_steps)
+
+    def _keep_aside(self) -> None:
+        """Give the best LoRA and the log of a run that ended here other names, where all is trained again: that
+        would take their places at once, and an unfinished run's are worth less. The last LoRA stays until
+        its successor is proved.
+        """
+        run_dir, moved = self.context.run_dir, []
+        rows, proved = read_metrics(run_dir / METRICS_LOG), lora_step(run_dir)
+        if not rows or rows[-1]["step"] != proved:
+            return
+        for name in (BEST_FOLDER, METRICS_LOG):
+            if (run_dir / name).exists():
+                aside = atomic.unused_name(run_dir / f"{name}.earlier")
+                with atomic.no_space_told(aside):
+                    (run_dir / name).rename(aside)
+                moved.append(f"{name} as {aside.name}")
+        self.context.say(f"of the run that ended here are kept: {', '.join(moved)}")
 
     def start_clock(self) -> None:
         """Start timing the steps up to the next log step; previews and saves in between are not steps."""
@@ -136,13 +159,14 @@ class Journal:
         )
         for sink in self._figures:
             sink.record(record)
-        self._look_at_folder()
+        self.look_at_folder()
         # writing is timed with the next step: nothing that the run waits for is left out of its times
         self._marked = now
         return step_line(record)
 
-    def _look_at_folder(self) -> None:
-        """Have the run save and end where its folder is gone: another run could begin in a new one.
+    def look_at_folder(self) -> None:
+        """Have the run save and end where its folder is gone: another run could begin in a new one. For
+        before each line of the log, checkpoint, kept LoRA and preview.
 
         Raises ConfigError where one has begun there: nothing is saved among its files.
         """

@@ -40,6 +40,8 @@ _NEW, _OLD = f"{FOLDER}.tmp", f"{FOLDER}.old"
 """Remains of a kill: of one that wrote the LoRA, and of an earlier version's that replaced the folder."""
 _TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 """Largest relative difference between the loss in training and from the file, without joined layers."""
+_SMALL = 1e-2
+"""Of a lower loss the difference counts as one of this: what rounding leaves there is no share of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +280,7 @@ def prove_best(context: Context, model: Any, held_out: HeldOut | None, last: Pat
     lora.remove_lora(model)
     proof.load_lora(context, model, last)
     loss = kept["validation_loss"]
-    if abs(again - loss) > _TOLERANCE[context.dtype] * abs(loss):
+    if abs(again - loss) > _TOLERANCE[context.dtype] * max(abs(loss), _SMALL):
         raise DataError(
             f"loaded from disk, the LoRA of step {kept['step']} has a held-out loss of {again:.6g},"
             f" in training it was {loss:.6g}",

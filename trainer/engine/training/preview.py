@@ -38,6 +38,7 @@ def draw_previews(run: Run, step: int) -> Path | None:
         return None
     drawn: Sequence[Image.Image | str] = sample(context, run.built.model, run.entries, context.ranks)
     path = preview_path(context, step)
+    run.journal.look_at_folder()
     drop_previews_after(context, step - 1)
     images = [pictures.shown(one) for one in drawn]
     for number, one in enumerate(drawn):

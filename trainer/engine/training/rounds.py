@@ -82,7 +82,8 @@ def validate(
         record = held_out.measure(
             context, model, run.held_out, step=step, ranks=context.ranks, advance=advance
         )
-        if step and context.ranks.first:
+        if step and isinstance(run, Run):
+            run.journal.look_at_folder()
             held_out.keep_best(context, model, record)
     settings = context.config.validation.early_stop
     state.patience = early_stop.after_round(state.patience, vars(record), settings)

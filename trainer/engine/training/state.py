@@ -109,10 +109,13 @@ class State:
 
 
 def save(run: Run, state: State) -> None:
-    """Save the last complete step, unless it is saved already."""
+    """Save the last complete step, unless it is saved already. Raises ConfigError where another run has the
+    folder by now.
+    """
     if state.saved_step == state.step:
         return
     context = run.context
+    run.journal.look_at_folder()
     run.journal.sync()
     snapshot = checkpoint.Snapshot(
         step=state.step,
