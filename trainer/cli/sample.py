@@ -78,7 +78,7 @@ def sample(
     _require_one(lora, model, before_after)
     require_picture(picture, "--picture")
     if lora is not None:
-        loaded = _with_kind(loaded, lora)
+        loaded = with_kind(loaded, lora)
     if model is not None:
         model = _model_in(model, loaded.config.family)
     job = Job(
@@ -122,7 +122,7 @@ def _draw_try(layers: Layers, folder: Path, *, alone: bool) -> int:
         raise ConfigError("its try.json says what to draw", where=f"--try {folder}", remedy=remedy)
     one, loaded = tries.read_record(folder), layers.load(variables=False)
     for name in one.loras:
-        _require_family(tries.run_of(folder) / name, loaded.config.family)
+        require_family_of(tries.run_of(folder) / name, loaded.config.family)
     loaded = tries.with_try(loaded, one)
     return run_job(loaded, *planned(loaded, probe=False), Job(mode="sample", try_folder=str(folder)))
 
@@ -149,7 +149,7 @@ def verify_lora(file: Path, layers: Layers) -> int:
     from trainer.engine.spec import Job
 
     loaded = for_one_process(layers.load())
-    loaded = _with_kind(loaded, file)
+    loaded = with_kind(loaded, file)
     job = Job(mode="verify", lora_file=str(file.resolve()))
     return run_job(loaded, *planned(loaded, probe=False), job)
 
@@ -181,33 +181,3 @@ def _model_in(folder: Path, family_name: str) -> Path:
         raise ConfigError(what, where=where, remedy=remedy)
     require_trained(family, found, where)
     return found
-
-
-def _with_kind(loaded: Loaded, file: Path) -> Loaded:
-    """The configuration to load a LoRA file with: a DoRA and a LoKr read the base's weights, which the plan
-    then leaves as they are.
-
-    Raises ConfigError where the configuration asks for another storage, and as `_require_family`.
-    """
-    from trainer.config.reading.load import with_settings
-
-    kind, config = _require_family(file, loaded.config.family), loaded.config
-    if kind == "lora" or config.method != "lora" or config.lora.type == kind:
-        return loaded
-    # what makes training fast is not for them, and is nothing to this job
-    fast = {"features.compile": "auto", "features.cuda_graphs": "auto", "features.activation_budget": "auto"}
-    given = {"lora.type": kind, "lora.dropout": 0.0, **fast}
-    return with_settings(loaded, given, f"by its tensors, {one_line(file)} is of this type")
-
-
-def _require_family(file: Path, family: str) -> str:
-    """The kind of a LoRA file. Raises DataError where it says that it is of a family whose model has other
-    blocks, before anything is downloaded.
-    """
-    from trainer.families.lora_file import require_family
-
-    try:
-        with file.open("rb") as opened:
-            return require_family(opened, str(file), family)
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(file)) from error

@@ -71,7 +71,7 @@ class Journal:
         self.metrics.goes_on(step, self.context.config.train.max_train_steps)
 
     def _keep_aside(self) -> None:
-        """Give the best LoRA and the log of a run that ended here other names, where all is trained again: that
+        """Give the best LoRA and the log of a run that ended here other names, where all is trained again: it
         would take their places at once, and an unfinished run's are worth less. The last LoRA stays until
         its successor is proved.
         """
