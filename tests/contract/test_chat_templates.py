@@ -14,10 +14,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.contract.runs import Case, Job, Workshop
 from tests.contract.test_long_conversations import OTHER, SHORT, WRITER, chat
+from trainer import families
+from trainer.cli import main
+from trainer.cli.loras import with_file
+from trainer.config.reading.load import load
 from trainer.engine.caching.entries import _parts as parts_of
 from trainer.engine.caching.entries import list_entries, text_entry
 from trainer.engine.training.held_out import held_out_entries
 from trainer.errors import ConfigError, DataError
+from trainer.ways.chat_templates import BESIDE
 
 ROWS = [SHORT, OTHER, chat("One.", "Two.", "Three.")]
 WITHOUT = ("alpaca", "llama3", "mistral")
@@ -118,3 +123,23 @@ def test_a_resume_writes_by_the_same_template(workshop: Workshop, bare: Path, tm
     with pytest.raises(ConfigError, match=words):
         made(workshop, bare, tmp_path, "alpaca", *more).train()
     made(workshop, bare, tmp_path, "llama3", *more).train()
+
+
+def test_a_lora_merges_and_draws_with_the_template_that_lies_beside_it(
+    workshop: Workshop, bare: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The configuration is for the base alone, and names none."""
+    one = made(workshop, bare, tmp_path, "llama3")
+    one.train()
+    config, file = str(tmp_path / "config.yaml"), one.folder / "lora" / "adapter_model.safetensors"
+    template = (one.folder / "lora" / BESIDE).read_text()
+    given = ("--set", f"model.pretrained_model_name_or_path={bare}", "--lora", str(file), "--to")
+    assert main(["merge", config, *given, str(tmp_path / "merged")]) == 0
+    assert f"chat template: {file.parent / BESIDE}, which the LoRA was trained with" in capfd.readouterr().err
+    assert (tmp_path / "merged" / BESIDE).read_text() == template
+    named = (*given, str(tmp_path / "named"), "--set", "data.chat_template=alpaca")
+    assert main(["merge", config, *named]) == 0
+    assert (tmp_path / "named" / BESIDE).read_text() != template, "what is asked for counts"
+    defaults = {name: families.get(name).defaults for name in families.names()}
+    loaded = load([Path(config)], overrides=[], family_defaults=defaults, lora_presets={}, environ={})
+    assert with_file(loaded, file).config.data.chat_template == str(file.parent / BESIDE)

@@ -26,7 +26,7 @@ from trainer.cli import main
 from trainer.engine.building.build import build, load_base
 from trainer.engine.results import proof
 from trainer.engine.results.export import export
-from trainer.errors import ConfigError, DataError, NoSpaceError, TrainerError
+from trainer.errors import ConfigError, DataError, ExitCode, NoSpaceError, TrainerError
 from trainer.files import atomic
 from trainer.modeling.adapter.adapter_file import merged_weight, read_adapter
 from trainer.modeling.base.source import resolve_source
@@ -307,6 +307,24 @@ def test_other_kinds_of_adapters_merge_too(kind: str, workshop: Workshop, tmp_pa
     assert proof.relative_difference(with_adapter, base) > 1e-3
     assert merge(done, tmp_path / "merged") == 0
     assert proof.relative_difference(outputs_of(done, tmp_path / "merged"), with_adapter) < 1e-3
+
+
+def test_a_lora_of_another_family_or_base_is_told(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Llama and Mistral have layers of the same names and sizes here."""
+    done = trained(Case(family="llama", method="lora"), workshop, tmp_path)
+    other = workshop.write_config(Case(family="mistral", method="lora"), tmp_path / "mistral")
+    words = ["--lora", str(done.file), "--to", str(tmp_path / "merged")]
+    assert main(["merge", str(other), *words]) == ExitCode.BAD_DATA
+    assert "says that it is a LoRA of llama, and the configuration is of mistral" in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
+    assert merge(done, tmp_path / "same") == 0
+    assert "note:" not in capsys.readouterr().err
+    base = Path(shutil.copytree(done.job.context.source.folder, tmp_path / "copied"))
+    assert merge(done, tmp_path / "named", "--set", f"model.pretrained_model_name_or_path={base}") == 0
+    name = done.job.context.source.identity
+    assert f"note: the LoRA was trained on {name}, and this base is copied" in capsys.readouterr().err
 
 
 def sharded(folder: Path, target: Path, limit: int) -> Path:

@@ -59,7 +59,11 @@ def merge(layers: Layers, lora: Path, target: Path) -> None:
 
     Needs room on the disk for a second copy of the base model, and host memory for its largest file.
     """
+    from trainer.modeling.quiet import quiet_libraries
+
+    quiet_libraries()
     from trainer import families
+    from trainer.cli.loras import require_family_of, with_template
     from trainer.cli.targets import require_writable
     from trainer.config.tree import placing
     from trainer.engine.results.merge import merge as merge_files
@@ -67,6 +71,8 @@ def merge(layers: Layers, lora: Path, target: Path) -> None:
 
     loaded = layers.load()
     require_writable(target, "--to", folder=True)
+    require_family_of(lora, loaded.config.family)
+    loaded = with_template(loaded, lora)
     family = families.get(loaded.config.family)
     components = families.components(family)
     with placing(loaded.sources):

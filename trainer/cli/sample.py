@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
+from trainer.cli.loras import require_family_of, with_file
 from trainer.cli.options import GivenPath, Layers, LoraFile, drawing_arguments, layer_options
 from trainer.cli.output import say, shown_below_options
 from trainer.cli.targets import require_picture
-from trainer.errors import ConfigError, DataError, one_line
+from trainer.errors import ConfigError, one_line
 from trainer.words.plurals import numbered
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def sample(
     _require_one(lora, model, before_after)
     require_picture(picture, "--picture")
     if lora is not None:
-        loaded = with_kind(loaded, lora)
+        loaded = with_file(loaded, lora)
     if model is not None:
         model = _model_in(model, loaded.config.family)
     job = Job(
@@ -149,7 +150,7 @@ def verify_lora(file: Path, layers: Layers) -> int:
     from trainer.engine.spec import Job
 
     loaded = for_one_process(layers.load())
-    loaded = with_kind(loaded, file)
+    loaded = with_file(loaded, file)
     job = Job(mode="verify", lora_file=str(file.resolve()))
     return run_job(loaded, *planned(loaded, probe=False), job)
 

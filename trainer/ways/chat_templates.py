@@ -16,6 +16,8 @@ from trainer.errors import ConfigError
 AUTO = "auto"
 """The template that the base's tokenizer has."""
 SUFFIX = ".jinja"
+BESIDE = "chat_template.jinja"
+"""File beside a model or a LoRA with its template, as transformers names it."""
 KEY = "data.chat_template"
 _FOLDER = Path(__file__).parent / "templates"
 _MARKS = re.compile(r"\{#- marks: (.*?) ?#\}")

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from trainer.families.conversations import answer_end, open_tokenizer
 from trainer.files import atomic
 from trainer.modeling.base.base import tokenizer_files
+from trainer.ways import chat_templates
 
 if TYPE_CHECKING:
     from trainer.modeling.base.source import ModelSource
 
-TEMPLATE_FILE, GENERATION_FILE = "chat_template.jinja", "generation_config.json"
+GENERATION_FILE = "generation_config.json"
 _NOT_OF_TOKENIZERS = ("adapter_config.json",)
 
 
@@ -33,7 +34,7 @@ def write_chat_files(source: ModelSource, folder: Path) -> None:
         if file.name not in _NOT_OF_TOKENIZERS:
             atomic.copy_file(file, folder / file.name)
     # transformers prefers this file to what tokenizer_config.json says
-    atomic.write_text(folder / TEMPLATE_FILE, source.chat_template)
+    atomic.write_text(folder / chat_templates.BESIDE, source.chat_template)
     found = source.folder / GENERATION_FILE
     with atomic.reading_told(found):
         generation: dict[str, Any] = json.loads(found.read_text()) if found.is_file() else {}

@@ -62,6 +62,7 @@ def merge(loaded: Loaded, source: ModelSource, lora: Path, target: Path, say: Ca
     _require(loaded, family, source, adapter, lora, target)
     check_file(lora)
     _require_layers(family, source, adapter)
+    _tell_other_base(source, adapter, say)
     left, _ = atomic.names_beside(target)
     if left.exists():
         say(f"{left}: left by a merge that was killed, removed")
@@ -104,6 +105,16 @@ def _require(
         # the copy would hold itself
         what = f"{target} is in the base model's folder"
         raise ConfigError(what, where="--to", remedy="name another place")
+
+
+def _tell_other_base(source: ModelSource, adapter: AdapterFile, say: Callable[[str], None]) -> None:
+    """Say where the file names another base than `source`, or another commit of it."""
+    name, revision = (adapter.metadata.get(key, "") for key in ("base_model", "base_revision"))
+    if name and (name, revision) != (source.identity, source.revision or ""):
+        theirs, ours = ((name, revision), (source.identity, source.revision or ""))
+        if name == source.identity:  # folders of one name, or commits
+            theirs, ours = ((f"{one} ({short[:12]})", "") for one, short in (theirs, ours))
+        say(f"note: the LoRA was trained on {theirs[0]}, and this base is {ours[0]}")
 
 
 def _require_layers(family: Family, source: ModelSource, adapter: AdapterFile) -> None:
