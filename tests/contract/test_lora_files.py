@@ -28,6 +28,7 @@ from trainer.engine.building.build import build, load_base
 from trainer.engine.context import Context
 from trainer.engine.records import checkpoint
 from trainer.engine.results import full, proof
+from trainer.engine.results.file_check import check_file
 from trainer.engine.results.full import export_full, prove_full
 from trainer.errors import ConfigError, DataError, DivergedError, ExitCode, NoSpaceError
 from trainer.modeling.adapter import lora
@@ -375,7 +376,7 @@ def test_a_file_that_was_cut_off_says_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(b"\x40\x00")
     with pytest.raises(DataError, match="cannot be read as safetensors") as caught:
-        proof.check_file(path)
+        check_file(path)
     assert caught.value.problems[0].remedy.startswith("copy or download it again")
 
 
@@ -400,15 +401,33 @@ def test_a_file_that_no_loader_takes_is_told_before_one_is_asked(
     path = tmp_path / "a.safetensors"
     save_file({name: torch.ones(2, 2) for name in names}, path, metadata)
     with pytest.raises(DataError, match=words) as caught:
-        proof.check_file(path)
+        check_file(path)
     assert caught.value.problems[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"x.lora_A.weight": (2, 4), "x.lora_B.weight": (4, 3)}, r"are not of one rank"),
+        ({"x.lora_A.weight": (2, 4)}, r"x.lora_A.weight has no partner lora_B"),
+        ({"x.lora_B.weight": (4, 2)}, r"x.lora_B.weight has no partner lora_A"),
+        ({"x.lokr_w2_b": (2, 4), "x.lokr_w2_a": (2, 2)}, r"x.lokr_w2_[ab] has no partner lokr_w1"),
+    ],
+)
+def test_factors_that_are_alone_or_do_not_fit_are_named(
+    changed: dict[str, tuple[int, int]], words: str, tmp_path: Path
+) -> None:
+    shapes = {"y.lora_A.weight": (2, 4), "y.lora_B.weight": (4, 2), **changed}
+    save_file({name: torch.ones(shape) for name, shape in shapes.items()}, tmp_path / "a.safetensors")
+    with pytest.raises(DataError, match=words):
+        check_file(tmp_path / "a.safetensors")
 
 
 def test_what_is_not_finite_says_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file({f"x.lora_{part}.weight": torch.full((2, 2), torch.inf) for part in "AB"}, path)
     with pytest.raises(DataError, match="is not finite") as caught:
-        proof.check_file(path)
+        check_file(path)
     assert [bool(one.remedy) for one in caught.value.problems] == [True, False]
 
 

@@ -26,7 +26,7 @@ from tests.contract.runs import (
     small_samples,
 )
 from trainer.engine.records import checkpoint
-from trainer.engine.results import proof
+from trainer.engine.results.file_check import check_file
 from trainer.engine.training import held_out
 from trainer.machine.facts import Facts
 from trainer.machine.reading import read_facts
@@ -128,7 +128,7 @@ def test_five_steps_a_kill_and_a_resume_are_as_ten(
     for job in (whole, parts):
         assert any("Proved: " in line for line in job.said)
         assert any(line.startswith("best: step ") for line in job.said)
-        assert proof.check_file(lora_file(job)) > 0
+        assert check_file(lora_file(job)) > 0
         assert held_out.read_best(job.folder) is not None
 
 
@@ -175,5 +175,5 @@ def test_the_fast_path_computes_what_the_plain_one_does_and_keeps_the_best(
     kept = held_out.read_best(fast.folder)
     assert kept is not None
     assert any(line.startswith(f"best: step {kept['step']}, held-out loss") for line in fast.said)
-    final = proof.check_file(lora_file(fast))
-    assert proof.check_file(fast.folder / held_out.FOLDER / kept["file"]) == final > 0
+    final = check_file(lora_file(fast))
+    assert check_file(fast.folder / held_out.FOLDER / kept["file"]) == final > 0

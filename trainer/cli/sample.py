@@ -141,7 +141,7 @@ def verify_lora(file: Path, layers: Layers) -> int:
       trainer verify-lora my-lora.safetensors --config my.yaml  # on a fresh base model
     """
     if not layers.given():
-        from trainer.engine.results.proof import check_file
+        from trainer.engine.results.file_check import check_file
 
         say(f"{one_line(file)}: {numbered(check_file(file), 'layer')}, all finite, not zero")
         return 0

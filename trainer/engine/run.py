@@ -30,6 +30,7 @@ from trainer.engine.hosts.link import tell_link
 from trainer.engine.records import resume
 from trainer.engine.records.journal import Journal, start_tracker
 from trainer.engine.results import proof
+from trainer.engine.results.file_check import check_file
 from trainer.engine.results.full import export_full
 from trainer.engine.results.no_effect import explained
 from trainer.engine.results.pictures import before_after, compared, first_of, row, shown, smaller, write_png
@@ -348,7 +349,7 @@ def sample_once(context: Context, spec: Spec) -> None:
     fill_cache(context, entries)
     file, target = Path(spec.lora_file), Path(spec.output_file)
     if spec.lora_file:
-        proof.check_file(file)
+        check_file(file)
     rows, titles, fitted = [], [], compared if spec.before_after else shown
     if spec.before_after or not spec.model_folder:
         model = load_base(context).module
@@ -391,7 +392,7 @@ def verify_file(context: Context, spec: Spec) -> None:
     """Repeat the LoRA proof on a fresh base; the outputs of training are not needed."""
     apply_backend_settings(context)
     path = Path(spec.lora_file)
-    context.say(f"file: {numbered(proof.check_file(path), 'layer')}, all finite, not zero")
+    context.say(f"file: {numbered(check_file(path), 'layer')}, all finite, not zero")
     model = load_base(context).module
     untouched = proof.fixed_outputs(context, model)
     proof.load_lora(context, model, path)

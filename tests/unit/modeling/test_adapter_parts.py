@@ -12,7 +12,7 @@ import torch
 from peft import LoKrConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from trainer.engine.results.proof import check_file
+from trainer.engine.results.file_check import check_file
 from trainer.errors import ConfigError, DataError
 from trainer.modeling.adapter.adapter_file import merged_weight, read_adapter
 from trainer.modeling.adapter.comfyui import write_comfyui

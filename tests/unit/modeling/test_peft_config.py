@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.unit.modeling.small_models import case
-from trainer.engine.results.proof import check_file
+from trainer.engine.results.file_check import check_file
 from trainer.errors import AccessError, DataError, NoSpaceError
 from trainer.modeling.adapter import lora
 from trainer.modeling.adapter.adapter_file import read_adapter

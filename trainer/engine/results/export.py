@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from trainer import families
-from trainer.engine.results.proof import check_file, save_adapter
+from trainer.engine.results.file_check import check_file
+from trainer.engine.results.proof import save_adapter
 from trainer.errors import ConfigError, DataError
 from trainer.families.family import Family
 from trainer.files import atomic

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from trainer import families
 from trainer.config.reading.load import Loaded
 from trainer.engine.results.chat_files import write_chat_files
-from trainer.engine.results.proof import check_file
+from trainer.engine.results.file_check import check_file
 from trainer.errors import ConfigError, DataError
 from trainer.families.family import Family
 from trainer.files import atomic

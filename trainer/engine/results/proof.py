@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from trainer import __version__
@@ -22,23 +22,16 @@ from trainer.config.secrets import redacted
 from trainer.engine.caching.batches import synthetic
 from trainer.engine.context import Context
 from trainer.engine.results.chat_files import write_chat_files
+from trainer.engine.results.file_check import check_file, grows
 from trainer.engine.results.no_effect import NoEffectError
-from trainer.errors import DataError, DivergedError, Problem
+from trainer.errors import DataError, DivergedError
 from trainer.families.family import Family
 from trainer.families.values import Shape
 from trainer.files import atomic
 from trainer.files.adapter_kind import adapter_kind
-from trainer.files.safetensors import UNREADABLE, HeaderError, read_header
+from trainer.files.safetensors import HeaderError, read_header
 from trainer.modeling.adapter import lora
-from trainer.modeling.adapter.adapter_file import require_known_names
 from trainer.modeling.adapter.comfyui import by_module, write_comfyui
-from trainer.modeling.adapter.peft_config import (
-    CONFIG_INSIDE,
-    PEFT_PREFIX,
-    config_beside,
-    config_inside,
-    require_rank_and_alpha,
-)
 from trainer.modeling.storage.stored import StoredLinear
 from trainer.modeling.tensor_file import rewrite_sorted
 from trainer.telemetry.run_folder.results import PROOF_SUFFIX
@@ -48,8 +41,6 @@ TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-3
 """Largest relative difference between the trained model and the one loaded from the file."""
 _SEED = 20_240_801
 _INPUTS = 2
-_GROWS_FROM_ZERO = {".lora_B": (".lora_A",), ".lokr_w1": (".lokr_w2", ".lokr_w2_a")}
-"""Parts of an adapter that training starts at zero, and the factor of each."""
 TRAIN_MORE = "train more steps, or raise train.learning_rate"
 LOWER_RATE = "lower train.learning_rate, and look at the losses in metrics.jsonl"
 _MOST_SIDE, _MOST_TOKENS = 512, 512
@@ -112,7 +103,7 @@ def export_lora(context: Context, model: Any, step: int) -> tuple[Path, Path | N
     state = lora.adapter_state(model)
     if not all(bool(torch.isfinite(tensor).all()) for tensor in state.values()):
         raise DivergedError("the trained LoRA is not finite", where=str(context.run_dir), remedy=LOWER_RATE)
-    if not any(bool(tensor.any()) for name, tensor in state.items() if _grows(name)):
+    if not any(bool(tensor.any()) for name, tensor in state.items() if grows(name)):
         what = "the trained LoRA is zero: it changes nothing"
         raise NoEffectError(what, where=str(context.run_dir), remedy=TRAIN_MORE)
     folder = context.run_dir / "lora"
@@ -355,42 +346,3 @@ def require_written(path: Path, model: Any) -> None:
 
 def _values(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
     return tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _grows(name: str) -> list[str]:
-    """The part of an adapter that a tensor is, if training starts it at zero; else none."""
-    return [part for part in _GROWS_FROM_ZERO if part in name]
-
-
-def check_file(path: Path) -> int:
-    """Number of adapted layers; needs no model. Raises DataError naming every tensor that is not finite or
-    zero, for another trainer's names, and for a damaged configuration in it or beside it, AccessError where
-    one beside it is missing.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            inside = (file.metadata() or {}).get(CONFIG_INSIDE)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except (OSError, SafetensorError) as error:
-        what = f"cannot be read as safetensors ({error})"
-        raise DataError(what, where=str(path), remedy=UNREADABLE) from error
-    require_known_names(tensors, path)
-    ups = {name: part for name in tensors for part in _grows(name)}
-    faults = [f"{name} is not finite" for name, one in tensors.items() if not one.float().isfinite().all()]
-    if not ups:
-        faults.append("holds no lora_B tensor: this is not a LoRA, or it was saved empty")
-    for name, part in ups.items():
-        partners = _GROWS_FROM_ZERO[part]
-        if not any(name.replace(part, partner) in tensors for partner in partners):
-            faults.append(f"{name} has no partner {partners[0][1:]}")
-    if ups and not any(bool(tensors[name].any()) for name in ups):
-        faults.append(f"every {next(iter(ups.values()))[1:]} is zero: the adapter changes nothing")
-    if faults:
-        remedies = ["name the file of another step, or of a run that went well", *[""] * len(faults)]
-        rows = zip(faults, remedies, strict=False)
-        raise DataError([Problem(what=fault, where=str(path), remedy=remedy) for fault, remedy in rows])
-    if inside is not None:
-        require_rank_and_alpha(config_inside(inside, path), path)
-    if any(name.startswith(PEFT_PREFIX) for name in tensors):
-        config_beside(path)
-    return len(ups)

@@ -14,6 +14,7 @@ from trainer.engine.caching.fill import fill_cache
 from trainer.engine.caching.samples import prompt_controls
 from trainer.engine.context import Context, apply_backend_settings
 from trainer.engine.results import proof
+from trainer.engine.results.file_check import check_file
 from trainer.engine.training.preview import sample, write_drawn
 from trainer.modeling.adapter import lora
 from trainer.telemetry.run_folder import tries
@@ -30,7 +31,7 @@ def draw_try(context: Context, folder: Path) -> None:
     entries = list_entries(context, (), controls, negative_prompt=one.negative_prompt)
     files = [tries.run_of(folder) / name for name in one.loras]
     for file in files:
-        proof.check_file(file)
+        check_file(file)
     fill_cache(context, entries)
     model = load_base(context).module
     _draw_column(context, model, entries, folder, 0)
