@@ -254,12 +254,10 @@ def test_a_system_message_that_is_not_written_is_told(tiny_base: Callable[[str],
     family = families.get("mistral")
     tokenizer = AutoTokenizer.from_pretrained(tiny_base("mistral"), local_files_only=True)
     text = json.dumps(CHATS[1])
-    for learn in ("answers", "last_answer"):  # the last answer alone would be refused as well
-        with pytest.raises(
-            DataError, match=r"writes the conversation .* otherwise once it goes on"
-        ) as caught:
+    for learn in ("answers", "last_answer", "all"):
+        with pytest.raises(DataError, match=r"leaves out the system message of the conversation") as caught:
             family.encode_conversation(tokenizer, text, max_sequence_length=512, learn=learn)
-        assert "write data.learn: all," in caught.value.problems[0].remedy
+        assert "put its words before the first question" in caught.value.problems[0].remedy
 
 
 # adapters and answers

@@ -146,13 +146,15 @@ def encode_conversation(
     learned, else 0. These are the assistant's messages, or the last one, with what ends each of them, or all
     tokens but the first, which nothing predicts.
 
-    Nothing is cut: raises ConversationError for more than `max_sequence_length` tokens, and for one that the
-    template refuses, or does not render up to an answer that is learned as the beginning of the whole.
+    Nothing is cut or left out: raises ConversationError for more than `max_sequence_length` tokens, for one
+    that the template refuses, or does not render up to an answer that is learned as the beginning of the
+    whole, and for a system message that it does not write.
     """
     import torch
 
     messages = json.loads(text)
     whole = _render(tokenizer, messages, opened=False)
+    _require_system(tokenizer, messages, whole)
     ids, offsets = _tokens(tokenizer, whole)
     end = _missing_end(tokenizer, whole, ids, offsets)
     if learn == "all":
@@ -162,6 +164,18 @@ def encode_conversation(
     ids, weights = [*ids, *end], [*weights, *[1.0] * len(end)]
     _require_fitting(messages, ids, max_sequence_length)
     return {"input_ids": torch.tensor(ids), "loss_weight": torch.tensor(weights)}
+
+
+def _require_system(tokenizer: Any, messages: Sequence[Mapping[str, str]], whole: str) -> None:
+    """Raise ConversationError for a system message of which the template writes nothing into the `whole`."""
+    written = "".join(whole.split())  # templates strip what they write, and some break its lines
+    if any(one["role"] == "system" and "".join(one["content"].split()) not in written for one in messages):
+        raise ConversationError(
+            f"the chat template leaves out the system message of {_named(messages)}",
+            where=tokenizer.name_or_path,
+            remedy=f"put its words before the first question, or name a template that writes it"
+            f" ({chat_templates.KEY}), or leave it out",
+        )
 
 
 def _require_fitting(messages: Sequence[Mapping[str, str]], ids: Sequence[int], most: int) -> None:
