@@ -20,9 +20,11 @@ from tests.contract.runs import (
     dying_after,
     files,
     numbers,
+    small_samples,
     steps_saved,
 )
 from trainer.engine.caching.entries import list_entries
+from trainer.engine.records.samples_file import SAMPLES_FILE
 from trainer.errors import ConfigError, DataError, DivergedError
 from trainer.files import codec
 from trainer.planning.plan import Decision
@@ -314,6 +316,30 @@ def test_entries_that_are_damaged_late_are_all_found_and_lose_no_line(
     last = [line for line in straight.said if line.startswith("held-out loss") and "->" in line]
     assert last and last == [line for line in again.said if line.startswith("held-out loss") and "->" in line]
     assert not different(files(again.folder, "lora/*"), files(straight.folder, "lora/*"))
+
+
+def test_samples_that_are_others_at_a_resume_are_named(workshop: Workshop, tmp_path: Path) -> None:
+    options = (*MEASURED, "validation.held_out=0", "train.max_train_steps=2")
+    samples = small_samples(tmp_path / "samples", range(5))
+    job = workshop.job(CASE, tmp_path, *options, samples=samples)
+    job.train()
+    words = "data: .* are not as when the run began"
+    names = [record.identifier for record in job.samples.training]
+    pictures = sorted((samples / "pictures").glob("*.png"))
+    pictures[0].with_suffix(".txt").write_text("another caption")
+    for part in ("pictures", "controls"):
+        (samples / part / pictures[1].name).rename(samples / part / "new.png")
+    pictures[1].with_suffix(".txt").rename(samples / "pictures" / "new.txt")
+    others = workshop.job(CASE, tmp_path, *options, samples=samples)
+    new = next(one.identifier for one in others.samples.training if one.identifier not in names)
+    told = rf"{words} \(new: {new}; gone: {names[1]}; changed: {names[0]}\)"
+    with pytest.raises(ConfigError, match=told):
+        others.train()
+    with pytest.raises(ConfigError, match=rf"{words} \(.*gone: .* and \d other"):
+        workshop.job(CASE, tmp_path, *options, "validation.held_out=4", samples=samples).train()
+    (job.folder / SAMPLES_FILE).unlink()  # of a run that an older version began
+    with pytest.raises(ConfigError, match=rf"{words}\n"):
+        others.train()
 
 
 def test_the_seed_that_draws_what_is_held_out_is_named_where_it_changed(

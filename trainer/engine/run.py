@@ -27,7 +27,7 @@ from trainer.engine.caching.store import DamagedEntryError, prune
 from trainer.engine.context import Context, apply_backend_settings
 from trainer.engine.hosts import folders
 from trainer.engine.hosts.link import tell_link
-from trainer.engine.records import resume
+from trainer.engine.records import resume, samples_file
 from trainer.engine.records.journal import Journal, start_tracker
 from trainer.engine.results import proof
 from trainer.engine.results.file_check import check_file
@@ -130,7 +130,7 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     scorer = make_scorer(context, samples)
     if context.ranks.first:
         resume.require_space(context)
-        _write_run_files(context, spec, start)
+        _write_run_files(context, spec, start, samples)
         if samples.left_out:  # with the conversations that are too long
             write_left_out(samples.left_out, context.run_dir)
         tell_cut_captions(context, samples.all)
@@ -309,10 +309,11 @@ def _all_damaged(run: state.Run, first: DamagedEntryError) -> DamagedEntryError:
     return DamagedEntryError([*first.problems, *others])
 
 
-def _write_run_files(context: Context, spec: Spec, start: resume.Start) -> None:
+def _write_run_files(context: Context, spec: Spec, start: resume.Start, samples: Samples) -> None:
     supervisor = os.getpid() if spec.supervisor_pid is None else spec.supervisor_pid
     process.begin(context.run_dir, supervisor=supervisor, runtime_dir=Path(spec.runtime_dir))
     atomic.write_text(context.run_dir / resume.RUN_FILE, resume.record_text(start))
+    samples_file.write(samples.training, context.run_dir)
     config_file = context.run_dir / CONFIG_FILE
     if not (start.relabels and config_file.is_file()):
         atomic.write_text(config_file, redacted(dump(pinned(context.config, context.source))))

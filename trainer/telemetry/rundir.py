@@ -22,7 +22,7 @@ _FOLDERS = frozenset((
 ))
 _FILES = frozenset((
     LOCK_FILE, "before_after.png", CONFIG_FILE, "left_out.jsonl", "log.jsonl", "metrics.jsonl", "plan.json",
-    "process.json", "run.json", "wandb.id",
+    "process.json", "run.json", "samples.jsonl", "wandb.id",
 ))
 # fmt: on
 _APPENDED = frozenset((LOCK_FILE, "log.jsonl", "metrics.jsonl"))

@@ -258,12 +258,22 @@ def data_fingerprint(records: Sequence[Record]) -> str:
     """Hash over everything about the samples that training depends on, in order."""
     digest = hashlib.sha256()
     for record in records:
-        row = [record.identifier, record.content_sha256, record.caption, str(record.repeats)]
-        if isinstance(record, ImageRecord):
-            row.append(f"{record.bucket_width}x{record.bucket_height}")
-            row += [part for part in (record.colour, record.view.key) if part]
-            row += [] if record.mask is None else [" ".join(part) for part in record.mask.key.items()]
-            row += [] if record.loss_weight == 1 else [f"loss_weight {record.loss_weight!r}"]
-        row += [view.key for view in control_views(record)]
-        digest.update("\0".join(row).encode() + b"\n")
+        digest.update(_depends_on(record))
     return digest.hexdigest()[:16]
+
+
+def sample_rows(records: Sequence[Record]) -> list[tuple[str, str]]:
+    """Names of samples, and of each the hash of what `data_fingerprint` reads of it."""
+    return [(one.identifier, hashlib.sha256(_depends_on(one)).hexdigest()[:16]) for one in records]
+
+
+def _depends_on(record: Record) -> bytes:
+    """Everything about a sample that training depends on."""
+    row = [record.identifier, record.content_sha256, record.caption, str(record.repeats)]
+    if isinstance(record, ImageRecord):
+        row.append(f"{record.bucket_width}x{record.bucket_height}")
+        row += [part for part in (record.colour, record.view.key) if part]
+        row += [] if record.mask is None else [" ".join(part) for part in record.mask.key.items()]
+        row += [] if record.loss_weight == 1 else [f"loss_weight {record.loss_weight!r}"]
+    row += [view.key for view in control_views(record)]
+    return "\0".join(row).encode() + b"\n"

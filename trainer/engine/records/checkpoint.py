@@ -337,10 +337,14 @@ _OTHERWISE = {
 
 
 def require_same_run(
-    folder: Path, saved: Mapping[str, str], current: Mapping[str, str], say: Callable[[str], None]
+    folder: Path,
+    saved: Mapping[str, str],
+    current: Mapping[str, str],
+    say: Callable[[str], None],
+    samples: Callable[[], str] = str,
 ) -> list[Change]:
     """Values that go on with what the old ones left. Raises ConfigError listing every other difference
-    between a checkpoint's run and this one.
+    between a checkpoint's run and this one; `samples` says which of them are others, where `data` differs.
 
     A value that an older trainer did not record cannot be compared, and is said.
     """
@@ -350,6 +354,7 @@ def require_same_run(
         problems = []
         for change in refused:
             told = _OTHERWISE.get(change.name, change.words)
+            told += f" ({words})" if change.name == "data" and (words := samples()) else ""
             keys = REFUSED.get(change.name) or (change.name,)
             problems.append(Problem(what=told, where=keys[0] if len(keys) == 1 else change.name))
         set_back = "set back what is listed"

@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.data.records import Record
 from trainer.engine.context import Context
-from trainer.engine.records import checkpoint, early_stop
+from trainer.engine.records import checkpoint, early_stop, samples_file
 from trainer.engine.records.fingerprint import Change, changes, values
 from trainer.errors import ConfigError, NoSpaceError
 from trainer.files import atomic
@@ -71,10 +71,11 @@ def start(context: Context, records: Sequence[Record]) -> Start:
     relabels = False
     root = context.run_dir / "checkpoints"
     if found is None or found[0].resolve().parent != root.resolve():
-        require_free_folder(context, fingerprint)
+        require_free_folder(context, fingerprint, records)
     if found is not None:
         folder, snapshot = found
-        succeeding = checkpoint.require_same_run(folder, saved, fingerprint, context.say)
+        others = functools.partial(samples_file.differences, records, folder.resolve().parent.parent)
+        succeeding = checkpoint.require_same_run(folder, saved, fingerprint, context.say, others)
         total = context.config.train.max_train_steps
         if snapshot.step > total:
             raise ConfigError(
@@ -224,7 +225,9 @@ def _results(run_dir: Path) -> list[Path]:
     return folders + ([metrics] if any(row["step"] for row in read_metrics(metrics)) else [])
 
 
-def require_free_folder(context: Context, fingerprint: Mapping[str, str]) -> None:
+def require_free_folder(
+    context: Context, fingerprint: Mapping[str, str], records: Sequence[Record] = ()
+) -> None:
     """Without a checkpoint to continue, only the same run may start again in a folder that holds results; it
     is told where one of them is whole.
     """
@@ -238,7 +241,8 @@ def require_free_folder(context: Context, fingerprint: Mapping[str, str]) -> Non
     record = run_dir / RUN_FILE
     if not record.is_file():
         raise ConfigError(f"{results[0].name} of another run is here", where=str(run_dir), remedy=_ELSEWHERE)
-    checkpoint.require_same_run(run_dir, _fingerprint(record), fingerprint, context.say)
+    others = functools.partial(samples_file.differences, records, run_dir)
+    checkpoint.require_same_run(run_dir, _fingerprint(record), fingerprint, context.say, others)
     if results[0].is_dir():
         context.say(
             f"{results[0]} of this run is here, and no checkpoint: all is trained again to write it anew"
