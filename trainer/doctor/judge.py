@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trainer.config import elsewhere, secrets
+from trainer.config import elsewhere, fields, secrets
 from trainer.doctor import conditions, rules
 from trainer.doctor.conditions import Case
 from trainer.doctor.entries import TRAINING, Document, Entry
@@ -193,7 +193,7 @@ def _chosen(document: Document, entry: Entry, note: str) -> str:
 
 
 def called(documents: Iterable[Document]) -> Iterator[Called]:
-    """Keys of others that have a row in the table of other trainers' words."""
+    """Keys of others that have a row in the table of other trainers' words, or our key's name."""
     for document in documents:
         if document.kind not in (*TRAINING, "accelerate", "deepspeed"):
             continue
@@ -201,12 +201,24 @@ def called(documents: Iterable[Document]) -> Iterator[Called]:
         for entry in document.entries:
             # what stands below a key with a row is that key's: ZeRO's `stage` is not LLaMA-Factory's
             below = any(elsewhere.key(section) is not None for section in entry.path[:-1])
-            row = None if below else elsewhere.key(entry.name)
+            row = None if below else elsewhere.key(entry.name) or _same_name(entry)
             if row is not None and entry.name not in seen:
                 seen.add(entry.name)
                 yield Called(
                     place=document.place, line=entry.line, key=entry.name, ours=row.ours, note=row.note
                 )
+
+
+def _same_name(entry: Entry) -> elsewhere.Row | None:
+    """A row for a key outside of sections that has the name of one of ours; None for others."""
+    ours = next((key for key in fields.dotted_keys() if key.rpartition(".")[2] == entry.name), None)
+    if ours is None or entry.section or len(entry.path) > 1:
+        return None
+    path = tuple(ours.split("."))
+    words, takes = fields.choices(path), fields.expected(path)
+    differs = set(words) == set(re.split(r", | or ", takes)) and entry.value.lower() not in words
+    note = f"the same name here, which takes {takes}" if differs else "the same name here"
+    return elsewhere.Row(names=(entry.name,), ours=ours, note=note)
 
 
 def exit_code(findings: Iterable[Finding], problems: Sequence[Problem], *, strict: bool) -> ExitCode:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.doctor_cases import DOCUMENTS, GOLDEN, RULES, asked, outcomes, sides
+from trainer import families
 from trainer.config import fields
 from trainer.doctor import judge, rules
 from trainer.doctor.reading import of_text
@@ -121,3 +122,33 @@ def test_keys_of_ours_that_rules_name_exist() -> None:
         for key in re.findall(r"\b[a-z]+\.[a-z_]+\b", rule.here):
             if key.partition(".")[0] in sections and not key.endswith((".md", ".yaml")):
                 assert key in keys, f"{key} is no key of ours"
+
+
+def test_keys_of_axolotl_in_this_trainers_words() -> None:
+    text = """base_model: a
+datasets: [{path: a.jsonl}]
+adapter: qlora
+lora_target_linear: true
+lora_modules_to_save: [embed_tokens, lm_head]
+neftune_noise_alpha: 5
+special_tokens: {pad_token: x}
+optimizer: paged_adamw_8bit
+learning_rate: 1e-4
+report_to: wandb
+compile: true
+"""
+    (document,) = of_text(Path("ax.yaml"), text).documents
+    told = {one.key: (one.ours, one.note) for one in judge.called([document])}
+    assert told["adapter"][0] == "method" and "`features.weights: nf4`" in told["adapter"][1]
+    assert told["lora_target_linear"] == ("lora.target_modules", "write all-linear")
+    none = {"lora_modules_to_save": "method: full", "neftune_noise_alpha": "NEFTune", "special_tokens": "pad"}
+    assert all(told[key][0] == "" and word in told[key][1] for key, word in none.items())
+    assert "pad_token" not in told and told["learning_rate"] == ("train.learning_rate", "the same name here")
+    assert told["report_to"][1] == told["compile"][1] == "the same name here"
+    assert told["optimizer"][0] == "train.optimizer" and "adamw_8bit or prodigy" in told["optimizer"][1]
+
+
+def test_what_the_table_of_names_promises_is_a_value_here() -> None:
+    assert "nf4" in fields.choices(("features", "weights"))
+    assert {"lora", "full"} <= set(fields.choices(("method",)))
+    assert all("all-linear" in family.lora_targets for family in map(families.get, families.names()))
