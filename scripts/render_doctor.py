@@ -21,13 +21,14 @@ same wish is called here. Nothing is run, started or downloaded, and no torch is
 
     trainer doctor                                  # this environment, its packages and this machine
     trainer doctor ds_config.json sft.yaml run.sh   # files of one run, judged together
-    trainer doctor . --names                        # a folder, and every key in this trainer's words
+    trainer doctor . --names                        # a folder, with the names of its keys here
     trainer doctor sft.yaml --facts h100.json       # for another machine (`trainer probe --json`)
 
 Files that are given together are judged together: a script says by which launcher a run starts and how many
 processes it has, a `pip freeze` which versions. Kinds are told by content first, then by name; a file of no
-kind that is known is named and left alone, a folder's are passed over. Rules about the machine are for this
-one, or for that of `--facts`; a file that `trainer probe --json` wrote may stand among the others.
+kind that is known (pictures, tables and archives too) is named and left alone, but for tokens in keys of
+YAML, JSON and TOML; a folder's are passed over. Rules about the machine are for this one, or for that of
+`--facts`; a file that `trainer probe --json` wrote may stand among the others.
 `--environment FILE` holds the variables of this trainer's own process. Values of keys that look like tokens,
 keys or passwords are never shown.
 

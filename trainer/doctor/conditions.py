@@ -161,8 +161,8 @@ def _differs(entry: Entry, operand: tuple[str, ...], case: Case) -> bool:
     """True where a run that names this DeepSpeed file has another value of one of these keys; where no run
     names it, where those that name none have a value, and none like this one.
 
-    `operand` is kinds and keys, a comma between two, and the keys' value in a configuration that has none of
-    them. What is `auto`, or holds a variable, agrees with all.
+    `operand` is kinds and keys, a comma between two, and the keys' value in a configuration or a command of
+    HF's Trainer that has none of them. What is `auto`, or holds a variable, agrees with all.
     """
     own = _comparable(entry.value)
     if own is None or entry.section or case.judged is None:
@@ -177,8 +177,9 @@ def _differs(entry: Entry, operand: tuple[str, ...], case: Case) -> bool:
         elif not any(name.endswith(".json") for name in files):
             others.append(one)
     if own_runs:
-        # a script's arguments may go on in a variable: there nobody knows that a key is not written
-        found = [_values(one, keys, default if one.kind != "arguments" else ()) for one in own_runs]
+        # what a command says beside the file of its run is said for that run
+        is_said = any(_values(one, keys) for one in others if not one.has_defaults)
+        found = [_values(one, keys, default if one.has_defaults and not is_said else ()) for one in own_runs]
     else:
         found = [[value for one in others for value in _values(one, keys)]]
     return any(values and own not in values for values in found)

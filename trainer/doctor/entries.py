@@ -70,6 +70,10 @@ class Document:
     entries: tuple[Entry, ...]
     is_ours: bool = False
     """True for the variables that this trainer itself would have."""
+    has_defaults: bool = True
+    """False for a command's arguments where a key that is not among them may have been written elsewhere, in
+    a variable or a file, or where they are no words of HF's Trainer.
+    """
 
     @cached_property
     def by_last(self) -> dict[str, list[Entry]]:

@@ -24,7 +24,12 @@ _IN_FOLDERS = re.compile(
     re.IGNORECASE,
 )
 """Names of files that are looked at in a folder."""
+_OF_DATA = (b"PAR1", b"PK\x03\x04", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
+"""Beginnings of Parquet's files and of packed ones, which may be too short for a byte of zero."""
+_OF_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_FIRST_BYTES = 8192
 _NO_FOLDERS = frozenset(("node_modules", "site-packages", "__pycache__"))
+_ASSIGNED = re.compile(r"""\s*([\w-]+)\s*=\s*(["'])(.*?)\2""")
 _PACKAGE = re.compile(r"\s*([A-Za-z0-9][\w.-]*)(?:\[[\w,. -]*\])?\s*(?:==\s*([^\s;#]+)|@\s*([^\s;#]+))")
 
 
@@ -104,6 +109,8 @@ def _file(path: Path, *, is_ours: bool) -> Read:
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         return refused(f"cannot be read: {reason}", "check the path, its owner and permissions")
+    if not is_ours and _is_of_data(path, raw):
+        return _unknown(path)
     if len(raw) > MOST_BYTES:
         if data := _records(path, raw[:MOST_BYTES].decode("utf-8-sig", errors="ignore"), whole=False):
             return data
@@ -120,6 +127,22 @@ def _file(path: Path, *, is_ours: bool) -> Read:
     return of_text(path, text)
 
 
+def _is_of_data(path: PurePath, raw: bytes) -> bool:
+    """True for pictures, tables, weights and archives: no text, under a name that folders pass over.
+
+    A text in UTF-16 or Latin-1 is none of them.
+    """
+    if _IN_FOLDERS.fullmatch(path.name) or raw.startswith(_OF_UTF16):
+        return False
+    if not raw.startswith(_OF_DATA) and b"\0" not in raw[:_FIRST_BYTES]:
+        return False
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return True
+    return len(raw) > MOST_BYTES
+
+
 def of_text(path: PurePath, text: str) -> Read:
     """Documents of a text, by its kind."""
     place, kind = str(path), recognise.of_text(path, text)
@@ -134,8 +157,19 @@ def of_text(path: PurePath, text: str) -> Read:
     if path.suffix == ".json" or text.lstrip()[:1] in ("{", "["):
         return _json(path, text)
     if path.suffix not in (".yaml", ".yml") and not re.search(r"^[\w\"'.-]+:(?:\s|$)", text, re.MULTILINE):
-        return Read(documents=(Document(kind="unknown", place=place, entries=()),))
+        return _unknown(path, text)
     return _yaml(place, text)
+
+
+def _unknown(path: PurePath, text: str = "") -> Read:
+    """A file of no kind that is known; TOML's keys with a text are kept, for what looks for secrets."""
+    lines = enumerate(text.splitlines() if path.suffix == ".toml" else (), 1)
+    found = tuple(
+        Entry(path=(match[1],), value=match[3], line=number)
+        for number, line in lines
+        if (match := _ASSIGNED.match(line))
+    )
+    return Read(documents=(Document(kind="unknown", place=str(path), entries=found),))
 
 
 def _json(path: PurePath, text: str) -> Read:
@@ -148,7 +182,7 @@ def _json(path: PurePath, text: str) -> Read:
         if path.suffix in ("", ".yaml", ".yml"):
             return _yaml(place, text)
         if path.suffix != ".json":  # TOML begins with a bracket too
-            return Read(documents=(Document(kind="unknown", place=place, entries=()),))
+            return _unknown(path, text)
         what = f"not valid JSON: {error}"
         remedy = "correct it: what reads it as JSON stops here (DeepSpeed alone reads Hjson)"
         is_large = isinstance(error, TooLargeError)

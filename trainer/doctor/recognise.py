@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import PurePath
 
 from trainer.doctor.entries import Entry
@@ -94,6 +94,11 @@ def of_tree(entries: Sequence[Entry]) -> str:
     }:
         return "datasets"
     return next((kind for kind, keys, least in _SIGNS if len(keys & roots) >= least), "unknown")
+
+
+def is_trainers(names: Collection[str]) -> bool:
+    """True for names of arguments of which enough are those of HF's Trainer."""
+    return any(kind == "arguments" and len(keys & set(names)) >= least for kind, keys, least in _SIGNS)
 
 
 def has_signs(text: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from trainer.config import secrets
-from trainer.doctor import shell_words
+from trainer.doctor import recognise, shell_words
 from trainer.doctor.entries import Document, Entry
 from trainer.doctor.shell_words import Word
 
@@ -44,6 +44,11 @@ _PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
 _ARGUMENT = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _DEFAULT = re.compile(r"\$\{\w+:?[-=]([^$}]*)\}")
 """Value that holds unless somebody sets the variable: `${NAME:-1}`."""
+_MORE = re.compile(r"\$(?:[@*]|\{?\w*(?:ARG|OPT|EXTRA|FLAG)\w*|\{\w+\[[@*]\])", re.IGNORECASE)
+"""Variable that holds options by its name, also where it stands behind one."""
+_ARGUMENTS_FILE = re.compile(r".*\.(?:ya?ml|json|args)")
+_NAMES_FILE = _words("config config_file config_path args_file cfg")
+"""Options whose value is a file of arguments."""
 _INSTRUCTION = re.compile(r"\s*([A-Za-z]+)\s+(.*)", re.DOTALL)
 _DOCKER_HEREDOC = re.compile(r"<<-?[\"']?(\w+)[\"']?")
 
@@ -73,7 +78,9 @@ def script(text: str, place: str) -> Iterator[Document]:
         found += () if options else _secrets(command)
         # who parses by DeepSpeed's own arguments is no Trainer of HF, whose words the others are
         if options and not any(option.name == "deepspeed_config" for option in options):
-            training.append(Document(kind="arguments", place=place, entries=tuple(options)))
+            is_whole = recognise.is_trainers([option.name for option in options]) and not _goes_on(words)
+            one = Document(kind="arguments", place=place, entries=tuple(options), has_defaults=is_whole)
+            training.append(one)
     yield Document(kind="script", place=place, entries=tuple(found))
     yield from training
 
@@ -245,6 +252,24 @@ def _options(words: Sequence[Word]) -> list[Entry]:
             value = after if takes else "true"
         found.append(Entry(path=(name,), value=value, line=word.line))
     return found
+
+
+def _goes_on(words: Sequence[Word]) -> bool:
+    """True where arguments of the program that a command starts may stand elsewhere: in a variable, or in a
+    file that it names.
+    """
+    program = next((at for at, word in enumerate(words) if word.text.endswith(".py")), 0)
+    before = ""
+    for word in words[program + 1 :]:
+        is_value = before.startswith("-") and "=" not in before
+        if word.text.startswith(("$", "`")) and (not is_value or _MORE.match(word.text)):
+            return True
+        if not is_value and not word.text.startswith("-") and _ARGUMENTS_FILE.fullmatch(word.text):
+            return True
+        before = word.text
+        if before.startswith("-") and before.lstrip("-").partition("=")[0].replace("-", "_") in _NAMES_FILE:
+            return True
+    return False
 
 
 def _named(instruction: str, rest: str, line: int) -> Iterator[Entry]:

@@ -120,3 +120,81 @@ def test_what_a_run_does_not_write_is_compared_by_its_default(
     assert [one.rule for one in report.findings] == [f"{said}-differs"]
     files["sft.yaml"] = "stage: sft\nfinetuning_type: lora\n"
     assert not asked(Side(files=files), tmp_path).findings
+
+
+OF_HF = "train.py --deepspeed ds.json --bf16 true"
+RUNS = {
+    "hf.json": '{"output_dir": "out", "num_train_epochs": 3, "bf16": true, "deepspeed": "ds.json"}',
+    "hf.yaml": "output_dir: out\nbf16: true\ndeepspeed: ds.json\n",
+    "deepspeed.sh": f"deepspeed --num_gpus 8 {OF_HF}\n",
+    "torchrun.sh": f"torchrun $NODES --nproc_per_node 8 {OF_HF} --learning_rate $RATE\n",
+    "python.sh": "python train.py --output_dir=out --deepspeed=conf/ds.json\n",
+}
+OTHERS = {
+    "variable.sh": f"torchrun --nproc_per_node 8 {OF_HF} $MORE\n",
+    "array.sh": f'torchrun --nproc_per_node 8 {OF_HF} --do_train "${{ARGS[@]}}"\n',
+    "extra.sh": f"torchrun --nproc_per_node 8 {OF_HF} --do_train $EXTRA\n",
+    "file.sh": f"torchrun --nproc_per_node 8 train.py sft.yaml {OF_HF.removeprefix('train.py')}\n",
+    "config.sh": f"torchrun --nproc_per_node 8 {OF_HF} --config settings\n",
+    "own.sh": "deepspeed --num_gpus 8 squad.py --bf16 --deepspeed --deepspeed_config ds.json\n",
+    "other.sh": "python fit.py --deepspeed ds.json --rate 1e-4\n",
+}
+
+
+def differing(folder: Path, files: dict[str, str], clipping: object = 0.5, steps: object = 8) -> list[str]:
+    tree = {"bf16": {"enabled": True}, "gradient_clipping": clipping, "gradient_accumulation_steps": steps}
+    report = asked(Side(files={"ds.json": json.dumps(tree), **files}), folder)
+    assert not report.problems
+    return [one.rule for one in report.findings if one.rule.endswith("-differs")]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_hfs_trainer_is_not_told_is_compared_by_its_default(tmp_path: Path, name: str) -> None:
+    files = {name: RUNS[name]}
+    assert differing(tmp_path, files) == ["ds-clipping-differs", "ds-accumulation-differs"]
+    assert not differing(tmp_path, files, 1.0, 1) and not differing(tmp_path, files, "auto", "auto")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_arguments_that_go_on_elsewhere_or_are_no_trainers_have_no_default(tmp_path: Path, name: str) -> None:
+    assert not differing(tmp_path, {name: OTHERS[name]})
+
+
+def test_what_a_command_says_beside_its_file_is_no_default(tmp_path: Path) -> None:
+    command = "torchrun sft.py --config hf.yaml --max_grad_norm 0.5 --gradient_accumulation_steps 8\n"
+    assert not differing(tmp_path, {"hf.yaml": RUNS["hf.yaml"], "run.sh": command})
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"PAR1\x15\x04\x15\x80\xff PAR1",
+        b"ARROW1\0\0\xff\xff\xff\xff",
+        b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\x90",
+        b'\x50\0\0\0\0\0\0\0{"a": {"dtype": "F32"}}' + b"\x80?" * 9,
+        b"\x50" + b"\0" * (1 << 20) + b"a",
+        b"\x1f\x8b\x08\x08\x80",
+    ],
+    ids=["parquet", "arrow", "picture", "weights", "large", "packed"],
+)
+@pytest.mark.parametrize("name", ["msg.parquet", "data"])
+def test_named_files_of_data_are_left_alone(tmp_path: Path, name: str, raw: bytes) -> None:
+    (tmp_path / name).write_bytes(raw)
+    (tmp_path / "sft.yaml").write_text(FP8)
+    result = read([tmp_path / name, tmp_path / "sft.yaml"])
+    assert [one.kind for one in result.documents] == ["unknown", "llamafactory"] and not result.problems
+    assert [one.kind for one in read([tmp_path]).documents] == ["llamafactory"]
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        ("freeze", "torch==2.1\n".encode("utf-16")),
+        ("run", "#!/bin/sh\n# größer\n".encode("latin-1")),
+        ("sft.yaml", b"PAR1\x15\x04\x15\x80"),
+    ],
+)
+def test_a_text_of_another_coding_is_a_problem(tmp_path: Path, name: str, raw: bytes) -> None:
+    (tmp_path / name).write_bytes(raw)
+    (problem,) = read([tmp_path / name]).problems
+    assert problem.remedy == "save the file as UTF-8"
