@@ -82,7 +82,11 @@ def _uuids(plan: Plan) -> list[str]:
 @click.command()
 @config_arguments_and_machine
 @click.option("--verify", is_flag=True, help="Read every entry and encode damaged ones again.")
-@click.option("--prune", is_flag=True, help="Then remove the family's entries that this run does not use.")
+@click.option(
+    "--prune",
+    is_flag=True,
+    help="Then remove the family's entries that this run does not use; none while another uses the cache.",
+)
 @click.option(
     "--import-pt",
     metavar="DIR",

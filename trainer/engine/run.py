@@ -21,9 +21,10 @@ from trainer.engine.building.fast import uncompiled
 from trainer.engine.caching.entries import Entries, data_fingerprint, list_entries
 from trainer.engine.caching.fill import fill_cache, tell_cut_captions
 from trainer.engine.caching.imported import import_entries
+from trainer.engine.caching.in_use import prune_unused, reading
 from trainer.engine.caching.lengths import fit_lengths
 from trainer.engine.caching.samples import Samples, prompt_controls
-from trainer.engine.caching.store import DamagedEntryError, prune
+from trainer.engine.caching.store import DamagedEntryError
 from trainer.engine.context import Context, apply_backend_settings
 from trainer.engine.hosts import folders
 from trainer.engine.hosts.link import tell_link
@@ -61,14 +62,15 @@ from trainer.words.sizes import GIB
 
 def do(context: Context, samples: Samples, spec: Spec) -> None:
     """Do the job that the spec is of."""
-    if spec.mode == "train":
-        train(context, samples, spec)
-    elif spec.mode == "cache":
-        cache_only(context, samples, spec)
-    elif spec.mode == "sample":
-        sample_once(context, spec)
-    else:
-        verify_file(context, spec)
+    with reading(context) if spec.mode in ("train", "sample") else contextlib.nullcontext():
+        if spec.mode == "train":
+            train(context, samples, spec)
+        elif spec.mode == "cache":
+            cache_only(context, samples, spec)
+        elif spec.mode == "sample":
+            sample_once(context, spec)
+        else:
+            verify_file(context, spec)
 
 
 def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
@@ -85,8 +87,7 @@ def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
         import_entries(context, entries, Path(spec.import_folder))
     report = fill_cache(context, entries, verify=spec.verify)
     if spec.prune and leads:
-        files, size = prune(entries.cache.folder, {entry.key for entry in entries.all()})
-        context.say(f"pruned {numbered(files, 'file')}, {size / GIB:.2f} GiB")
+        prune_unused(context, entries)
     complete = numbered(report.reused + report.encoded, "entry", "entries")
     context.say(f"cache complete in {context.cache_dir}: {complete}")
 
@@ -301,7 +302,7 @@ def _all_damaged(run: state.Run, first: DamagedEntryError) -> DamagedEntryError:
     context, entries = run.context, run.entries
     every = [*entries.all(), *(run.held_out.entries.all() if run.held_out is not None else ())]
     keys = sorted({(entry.kind, entry.key) for entry in every})
-    context.say(f"a cache entry is damaged: reading all {len(keys)} to find others")
+    context.say(f"a cache entry is damaged or gone: reading all {len(keys)} to find others")
     known = {problem.where for problem in first.problems}
     # the first one was removed when it was read, so it is found again, as gone
     errors = entries.cache.remove_damaged(keys, lambda: context.alive(Phase.CACHE))

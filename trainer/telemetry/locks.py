@@ -79,6 +79,59 @@ def sharing(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def using(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock file `path` together with all others that use what it stands for; `on_wait()` runs while
+    one holds it `alone`, and may raise. Nothing is held where it cannot be made, or without locks.
+    """
+    descriptor = _opened(path)
+    try:
+        while descriptor is not None and _taken(descriptor, fcntl.LOCK_SH) is False:
+            on_wait()
+            time.sleep(_LOOK_SECONDS)
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[bool | None]:
+    """Hold the lock file `path` if nobody else does, without waiting; gives whether it is held, None where it
+    cannot be made, or without locks.
+    """
+    descriptor = _opened(path)
+    try:
+        yield None if descriptor is None else _taken(descriptor, fcntl.LOCK_EX)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _opened(path: Path) -> int | None:
+    """A descriptor of a lock file that several users may share, made with its folder where it is missing;
+    None where neither is possible.
+    """
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    # a server's locks that are held alone want a file open for writing, which another user's is not
+    for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):
+        with contextlib.suppress(OSError):
+            return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    return None
+
+
+def _taken(descriptor: int, kind: int) -> bool | None:
+    """True once a lock is held, False where another one stands in its way, None without locks."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
 def is_held(path: Path, *, shared: bool = False) -> bool | None:
     """True if a process holds the lock file; None where that is not known.
 

@@ -133,8 +133,11 @@ def test_a_damaged_entry_is_named_and_removed(cache: Cache) -> None:
     problem = caught.value.problems[0]
     assert problem.where == str(path) and "checksum" in problem.what and problem.remedy
     assert not path.exists()
-    with pytest.raises(DamagedEntryError, match="is gone"):
+    with pytest.raises(DamagedEntryError, match="is gone: it was removed while the run used it") as caught:
         cache.read("text", KEY)
+    remedy = caught.value.problems[0].remedy
+    assert "the same command again, which encodes it anew" in remedy and "disk" not in remedy
+    assert caught.value.exit_code == ExitCode.BAD_DATA
 
 
 def test_entries_are_kept_as_long_as_there_is_room(cache: Cache) -> None:

@@ -34,6 +34,9 @@ MISSING = "it is gone"
 """Fault of an entry that does not exist."""
 # Python's own objects for one entry of two tensors
 _OBJECT_BYTES = 2048
+_ENCODED_ANEW = "start again: it is encoded anew; if this comes back, check the disk"
+_GONE = "this cache entry is gone: it was removed while the run used it, by a prune or by hand"
+_GONE_REMEDY = "start the same command again, which encodes it anew, and remove no entries while a run lasts"
 _MOVE = "move it away, or remove it, and start again"
 _LEAVE_ALONE = "leave the cache folder alone while a run writes there, and start again"
 # in /proc a folder that cannot be made "does not exist"
@@ -173,21 +176,15 @@ class Cache:
 
     def _damaged(self, kind: str, key: str, problem: str | Exception) -> DamagedEntryError:
         """The error for an unusable entry, which is removed so that it is encoded again."""
-        path, remedy = (
-            self.path(kind, key),
-            "start again: it is encoded anew; if this comes back, check the disk",
-        )
+        path, remedy = self.path(kind, key), _ENCODED_ANEW
         try:
             with atomic.no_space_told(path):
                 path.unlink(missing_ok=True)
         except StorageError:
             remedy = "remove it, which this user may not, then start again: it is encoded anew"
-        gone = problem == MISSING or isinstance(problem, FileNotFoundError)
-        return DamagedEntryError(
-            "this cache entry is gone" if gone else f"this cache entry is damaged: {problem}",
-            where=str(path),
-            remedy=remedy,
-        )
+        if problem == MISSING or isinstance(problem, FileNotFoundError):
+            return DamagedEntryError(_GONE, where=str(path), remedy=_GONE_REMEDY)
+        return DamagedEntryError(f"this cache entry is damaged: {problem}", where=str(path), remedy=remedy)
 
 
 @contextlib.contextmanager
@@ -204,21 +201,25 @@ def _reading(path: Path) -> Iterator[None]:
             raise DamagedFileError("the disk cannot read it") from error
 
 
+def unused(cache_dir: Path, keep: Collection[str]) -> list[Path]:
+    """Files of entries below a folder whose keys are not in `keep`, in their order."""
+    kept = frozenset(keep)
+    names = (path for path in cache_dir.rglob(f"*{_SUFFIX}") if _ENTRY_NAME.fullmatch(path.name))
+    return sorted(path for path in names if path.name.removesuffix(_SUFFIX) not in kept)
+
+
 def prune(cache_dir: Path, keep: Collection[str]) -> tuple[int, int]:
     """Remove entries whose keys are not in `keep`, and old temporary files; gives (files, bytes) removed.
 
     Looks only at names that a cache gives, so a wrong folder loses nothing. Temporary files younger than an
     hour may belong to a run that is writing, and stay.
     """
-    kept = frozenset(keep)
+    stale = [path for path in cache_dir.rglob("*.tmp") if _STALE_NAME.fullmatch(path.name)]
     files = removed_bytes = 0
-    for path in sorted(cache_dir.rglob("*")):
-        unused = _ENTRY_NAME.fullmatch(path.name) is not None and path.name.removesuffix(_SUFFIX) not in kept
-        if not unused and not _STALE_NAME.fullmatch(path.name):
-            continue
+    for path in (*unused(cache_dir, keep), *stale):
         try:
             facts = path.stat()
-            if not unused and time.time() - facts.st_mtime < _STALE_AFTER_SECONDS:
+            if path.suffix != _SUFFIX and time.time() - facts.st_mtime < _STALE_AFTER_SECONDS:
                 continue
             path.unlink()
         except FileNotFoundError:

@@ -1,0 +1,49 @@
+"""Entries that a run may read, which no prune of the same cache removes while it lives.
+
+Each process that reads entries holds the lock of its family's folder together with the others; a prune takes
+it alone, or removes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+
+from trainer.engine.caching.entries import Entries
+from trainer.engine.caching.store import Cache, prune, unused
+from trainer.engine.context import Context
+from trainer.telemetry import locks
+from trainer.telemetry.status import Phase
+from trainer.words.plurals import numbered
+from trainer.words.sizes import GIB
+
+LOCK_FILE = ".in-use.lock"
+_log = logging.getLogger(__name__)
+
+
+def reading(context: Context) -> contextlib.AbstractContextManager[None]:
+    """Keep the entries of the run's family from a prune for as long as the block runs; waits for one that is
+    at work. A cache that takes no lock keeps no run from its work.
+    """
+    folder = Cache(context.cache_dir, context.family.name).folder
+    return locks.using(folder / LOCK_FILE, functools.partial(context.alive, Phase.LOAD))
+
+
+def prune_unused(context: Context, entries: Entries) -> None:
+    """Remove the family's entries that are not among these, or say that they stay since another run reads
+    the cache.
+    """
+    folder, keep = entries.cache.folder, {entry.key for entry in entries.all()}
+    with locks.alone(folder / LOCK_FILE) as held:
+        if held is False and (left := len(unused(folder, keep))):
+            verb = "stays" if left == 1 else "stay"
+            context.say(
+                f"{numbered(left, 'entry', 'entries')} that this run does not use {verb}: another run uses"
+                " this cache now; prune again once it has ended"
+            )
+            return
+        if held is None:
+            _log.warning("%s takes no locks: runs that read this cache now are not seen", folder)
+        files, size = prune(folder, keep)
+    context.say(f"pruned {numbered(files, 'file')}, {size / GIB:.2f} GiB")
