@@ -16,6 +16,7 @@ from trainer.engine.caching.fill import fill_cache
 from trainer.engine.training import loop
 from trainer.engine.training.epochs import with_steps
 from trainer.engine.training.feed import make_sampler
+from trainer.telemetry.runs import read_run
 
 PICTURES = Case(family="flux1_dev", method="lora")
 QUIET = ("validation.prompts=[]", "validation.held_out=0", "checkpoint.checkpointing_steps=1")
@@ -89,10 +90,12 @@ def test_a_run_of_pictures_ends_with_its_epochs_and_resumes(
     assert taken == [2, 2, 2, 2]  # seven pictures
     text = (first.folder / "config.resolved.yaml").read_text()
     assert "num_train_epochs: 1" in text and "max_train_steps" not in text
+    assert (read_run(first.folder).steps, read_run(first.folder).figures["step"]) == (4, "4/4")
     taken.clear()
     second = workshop.job(PICTURES, tmp_path, *QUIET, "train.num_train_epochs=2")
     second.train()
     assert taken == [2, 2, 2]  # 14 samples are seven steps, of which four were there
+    assert read_run(first.folder).figures["step"] == "7/7"
     assert "train.num_train_epochs: 2.0 from here on, 1.0 before" in second.said
 
 

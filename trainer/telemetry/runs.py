@@ -18,7 +18,7 @@ from trainer.errors import ConfigError, DataError, ExitCode
 from trainer.files import atomic
 from trainer.telemetry import control
 from trainer.telemetry.run_folder import results
-from trainer.telemetry.run_folder.plan import RecordedPlan, read_plan
+from trainer.telemetry.run_folder.plan import STEPS, RecordedPlan, read_plan
 from trainer.telemetry.run_folder.process import End, Process, end_of, is_running, is_supervised, read_process
 from trainer.telemetry.run_folder.results import Checkpoint, Sample, SavedFile
 from trainer.telemetry.rundir import CONFIG_FILE as CONFIG_FILE
@@ -98,8 +98,8 @@ class Run:
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps of the whole run; None where its configuration does not say."""
-        return _steps(self.config)
+        """Optimizer steps of the whole run; None where neither its configuration nor its plan says."""
+        return _steps(self.config, self.plan)
 
     @functools.cached_property
     def last(self) -> Mapping[str, Any]:
@@ -203,7 +203,8 @@ def read_run(folder: Path) -> Run:
         checkpoints = results.checkpoints(folder)
         config, saved = _config(folder), [one.step for one in checkpoints]
         step = max([0, *(int(row["step"]) for row in rows[-1:]), *saved])
-        done = bool(early) or step >= (_steps(config) or 0)
+        plan = read_plan(folder)
+        done = bool(early) or step >= (_steps(config, plan) or 0)
         return Run(
             folder=folder,
             config=config,
@@ -219,7 +220,7 @@ def read_run(folder: Path) -> Run:
             health=verdict_of_ranks(statuses, time.monotonic()) if statuses else None,
             requests=control.requests(Path(process.runtime_dir)) if statuses and process else (),
             end=end,
-            plan=read_plan(folder),
+            plan=plan,
             samples=results.samples(folder),
             checkpoints=checkpoints,
             files=results.files(folder),
@@ -271,8 +272,12 @@ def _early_stop(rows: Sequence[Mapping[str, object]]) -> str:
     return str(early[-1]["early_stop"]) if early and early[-1]["step"] == rows[-1]["step"] else ""
 
 
-def _steps(config: Mapping[str, str]) -> int | None:
+def _steps(config: Mapping[str, str], plan: RecordedPlan | None) -> int | None:
+    """Optimizer steps by a configuration, or by the plan of a run whose length is written in epochs."""
     text = config.get("train.max_train_steps", "")
+    if _epochs(config) is not None:
+        counted = None if plan is None else plan.decision(STEPS)
+        text = "" if counted is None else counted.value
     return int(text) if text.isascii() and text.isdecimal() else None
 
 
@@ -301,7 +306,7 @@ def _figures(run: Run) -> dict[str, str]:
         "method": run.config.get("method", ""),
         "state": run.state.value,
         "exit": "" if run.end is None else "lost" if run.end.exit_code is None else str(run.end.exit_code),
-        "step": f"{run.step}/{_length(run.config)}",
+        "step": f"{run.step}/{_length(run)}",
         "loss": _short(last.get("loss")),
         "held-out loss": held_out.removeprefix("held-out loss "),
         "s/step": _short(last.get("seconds_per_step")),
@@ -316,11 +321,17 @@ def _figures(run: Run) -> dict[str, str]:
 _ONE = ("1", "1.0")
 
 
-def _length(config: Mapping[str, str]) -> str:
-    """The run's length as it was written: steps, or epochs."""
-    epochs = config.get("train.num_train_epochs", "null")
-    if epochs == "null":
-        return config.get("train.max_train_steps", "?")
+def _epochs(config: Mapping[str, str]) -> str | None:
+    """The length in epochs as it was written; None for one in steps."""
+    text = config.get("train.num_train_epochs", "null")
+    return None if text == "null" else text
+
+
+def _length(run: Run) -> str:
+    """The run's steps; its epochs as they were written where an older version did not record their steps."""
+    epochs = _epochs(run.config)
+    if run.steps is not None or epochs is None:
+        return run.config.get("train.max_train_steps", "?") if run.steps is None else str(run.steps)
     return f"{epochs} epoch" if epochs in _ONE else f"{epochs} epochs"
 
 

@@ -389,3 +389,15 @@ def test_without_locks_the_supervisor_has_to_be_there(
     gone = {**own, "supervisor": 2**22 + 1}  # above the largest process id
     path.write_text(json.dumps(gone))
     assert not locks.is_held_by(path, gone)
+
+
+def test_a_length_in_epochs_is_one_in_steps_by_the_plan_s_row(run_dir: Path) -> None:
+    config = run_dir / "config.resolved.yaml"
+    config.write_text(CONFIG.replace("  max_train_steps: 40\n", "").replace("null", "2.0"))
+    # of a version that did not record them
+    assert (read_run(run_dir).steps, read_run(run_dir).figures["step"]) == (None, "20/2.0 epochs")
+    row = {"feature": "steps", "value": "30", "source": "counted", "reason": "2 epochs of 15 images"}
+    (run_dir / "plan.json").write_text(json.dumps({"decisions": [row]}))
+    assert (read_run(run_dir).steps, read_run(run_dir).figures["step"]) == (30, "20/30")
+    config.write_text(CONFIG)
+    assert read_run(run_dir).figures["step"] == "20/40", "written in steps since"

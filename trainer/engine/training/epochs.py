@@ -16,13 +16,15 @@ from trainer.config.schema import changed
 from trainer.data.records import Record
 from trainer.engine.context import Context
 from trainer.engine.training.feed import sampler_of
+from trainer.planning.plan import Decision
+from trainer.telemetry.run_folder.plan import STEPS
 from trainer.telemetry.status import Phase
 from trainer.words.plurals import numbered
 
 
 def with_steps(context: Context, records: Sequence[Record]) -> Context:
-    """The context with the steps of `train.num_train_epochs` as its `train.max_train_steps`, which it tells;
-    as it is where the length is written in steps. All ranks find the same.
+    """The context with the steps of `train.num_train_epochs` as its `train.max_train_steps`, which it tells
+    and its plan has a row of; as it is where the length is written in steps. All ranks find the same.
 
     A warm-up that is no shorter becomes a tenth of them, since nobody who writes epochs knows their steps.
     """
@@ -39,7 +41,10 @@ def with_steps(context: Context, records: Sequence[Record]) -> Context:
         found["train.lr_warmup_steps"] = steps // 10
         length += f", of which the learning rate rises for {steps // 10} in place of {warm_up}"
     context.say(length)
-    return dataclasses.replace(context, config=changed(context.config, found))
+    # the configuration keeps its epochs: only this row of the run's plan says its steps
+    row = Decision(STEPS, str(steps), "counted", f"{numbered(epochs, 'epoch')} of {samples}")
+    plan = dataclasses.replace(context.plan, decisions=(*context.plan.decisions, row))
+    return dataclasses.replace(context, config=changed(context.config, found), plan=plan)
 
 
 def _steps(context: Context, records: Sequence[Record], wanted: int) -> int:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 PLAN_FILE = "plan.json"
+STEPS = "steps"
+"""Row with the optimizer steps of a run whose length is written in epochs, which the run counted."""
 _MOST_BYTES = 1 << 22
 _MEMORY = {"train": "train_memory", "cache": "cache_memory", "host": "host_memory"}
 
