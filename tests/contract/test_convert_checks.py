@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.contract.runs import Case, Workshop
 from tests.contract.test_convert import FLUX, Trained, merge, read_metadata, renamed, trained
+from trainer.engine.building.build import load_base
 from trainer.engine.results import export as exporting
 from trainer.engine.results import merge as merging
+from trainer.engine.results import proof
 from trainer.engine.results.export import export
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
 from trainer.modeling import tensor_file
 from trainer.modeling.adapter import comfyui
 
@@ -60,11 +62,24 @@ def test_a_file_without_peft_s_configuration_is_told_what_makes_one(
     older = renamed(done.file, tmp_path / "older.safetensors", str, {"family": "flux1_dev"})
     assert merge(done, tmp_path / "never", "--lora", str(older)) == 78
     told = capsys.readouterr().err
-    assert "or of another program: it does not say how it was trained" in told
+    assert "it has no `lora_adapter_metadata`, so that it does not say how it was trained" in told
+    assert "or was saved again without it" in told
     assert "`trainer export FILE --format diffusers`" in told
+    with pytest.raises(ConfigError, match="has diffusers' names and no `lora_adapter_metadata`") as caught:
+        export(older, "comfyui", tmp_path / "never.safetensors", None)
+    assert "`--format diffusers` makes a file that says so" in caught.value.problems[0].remedy
     # which is so
     new = export(older, "diffusers", tmp_path / "new.safetensors", None)
     assert merge(done, tmp_path / "merged", "--lora", str(new)) == 0
+    # with the change that diffusers reads in the file without its alphas
+    twin = export(new, "comfyui", tmp_path / "twin.safetensors", None)
+    ranks = {name: tensor.shape[0] for name, tensor in load_file(twin).items() if ".lora_A." in name}
+    alphas = {name: value.item() for name, value in load_file(twin).items() if name.endswith(".alpha")}
+    assert {name.replace(".lora_A.weight", ".alpha"): rank for name, rank in ranks.items()} == alphas
+    assert done.comfyui is not None
+    for theirs in (twin, done.comfyui):
+        with pytest.raises(ConfigError, match="laid out for comfyui already"):
+            export(theirs, "comfyui", tmp_path / "never.safetensors", None)
 
 
 def spoil(path: Path) -> None:
@@ -214,3 +229,25 @@ def test_an_adapter_of_a_head_that_is_the_embedding_is_told_in_words(
     assert merge(done, tmp_path / "never", "--set", named) == 65
     told = capsys.readouterr().err
     assert "lm_head shares its weight with the embedding" in told and "use the LoRA as it is" in told
+
+
+def test_a_file_of_comfyui_s_layout_is_named_where_diffusers_is_loaded(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    done = trained(FLUX, workshop, tmp_path)
+    assert done.comfyui is not None
+    model = load_base(done.job.context).module
+    with pytest.raises(DataError) as caught:
+        proof.load_lora(done.job.context, model, done.comfyui)
+    (problem,) = caught.value.problems
+    assert problem.what.startswith("it has ComfyUI's layout: ")
+    assert "tensors fit no layer of this model" in problem.what
+    base = done.job.context.source.identity
+    said = "flux1_dev" if base == "flux1_dev" else f"flux1_dev, {base}"
+    assert problem.what.endswith(f"; the file says that it is for {said}")
+    assert "`trainer export FILE --format diffusers` makes one that is loaded here" in problem.remedy
+    same = renamed(
+        done.comfyui, tmp_path / "same.safetensors", str, {"family": "flux1_dev", "base_model": "flux1_dev"}
+    )
+    with pytest.raises(DataError, match="says that it is for flux1_dev\n"):
+        proof.load_lora(done.job.context, model, same)

@@ -19,6 +19,7 @@ from trainer.families.family import Family
 from trainer.files import atomic
 from trainer.modeling.adapter.adapter_file import AdapterFile, read_adapter
 from trainer.modeling.adapter.comfyui import write_comfyui
+from trainer.modeling.adapter.peft_config import CONFIG_INSIDE
 from trainer.planning.shapes.geometry import TABLES, linear_weights, read_table
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
@@ -32,8 +33,7 @@ def export(path: Path, form: str, target: Path | None, family_name: str | None) 
     for a file that is no LoRA, is not finite or zero, NoSpaceError.
     """
     adapter = read_adapter(path)
-    if adapter.layout == form:
-        raise ConfigError(f"it is laid out for {form} already", where=str(path), remedy="use it as it is")
+    _require_other_layout(adapter, form, path)
     check_file(path)
     family = _family(adapter, path, family_name)
     if family.comfyui is None:
@@ -71,6 +71,19 @@ def export(path: Path, form: str, target: Path | None, family_name: str | None) 
             path.replace(target)
     atomic.sync_directory(target.parent)
     return target
+
+
+def _require_other_layout(adapter: AdapterFile, form: str, path: Path) -> None:
+    """Raise ConfigError for a file that is laid out as `form`, or as nearly so, without its alphas."""
+    if adapter.layout == form and adapter.bare:
+        raise ConfigError(
+            f"it has diffusers' names and no `{CONFIG_INSIDE}`, which has the alphas: they are not known",
+            where=str(path),
+            remedy="export the file as its run saved it; where each alpha is its layer's rank, as diffusers"
+            " and ComfyUI read this one, `--format diffusers` makes a file that says so: export that",
+        )
+    if adapter.layout == form:
+        raise ConfigError(f"it is laid out for {form} already", where=str(path), remedy="use it as it is")
 
 
 def _family(adapter: AdapterFile, path: Path, name: str | None) -> Family:

@@ -40,9 +40,13 @@ _PARTS = frozenset(
 )
 _PARTS_OF_COMFYUI = _PARTS | {"alpha", "dora_scale"}
 """The parts that are read; another one changes what the adapter computes."""
+_ALPHA = ".alpha"
 _RESIDUAL = ("pissa", "olora", "corda", "lora_ga", "loftq")
 """How `init_lora_weights` begins of adapters that peft starts by changing the base under them."""
-OTHER_PROGRAM = "it is laid out for ComfyUI, or of another program: it does not say how it was trained"
+OTHER_PROGRAM = (
+    f"it has no `{CONFIG_INSIDE}`, so that it does not say how it was trained: it is laid out for ComfyUI, of"
+    " another program, or was saved again without it"
+)
 """Words for an adapter without peft's configuration, and the remedy where one is needed."""
 NAME_A_RUNS = (
     "name a file that a run saved, without `.comfyui` in its name; of others `trainer export FILE"
@@ -61,6 +65,10 @@ class AdapterFile:
     """peft's configuration; for a ComfyUI file it follows from shapes and alphas."""
     metadata: Mapping[str, str]
     """The file's safetensors metadata, without peft's configuration."""
+    bare: bool = False
+    """Whether it has diffusers' names and says no alphas, as one that was saved again without its metadata;
+    its layout is `comfyui`, since ComfyUI takes its ranks for them, and so does diffusers.
+    """
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
@@ -90,6 +98,7 @@ def read_adapter(path: Path) -> AdapterFile:
     layers = _by_layer(tensors, layout, path)
     inside = metadata.pop(CONFIG_INSIDE, None)
     metadata.pop("format", None)
+    bare = layout == "comfyui" and _is_bare(tensors)
     if layout == "comfyui":
         config = _config_of_comfyui(layers)
     elif inside is not None:
@@ -110,7 +119,7 @@ def read_adapter(path: Path) -> AdapterFile:
     config = {"rank_pattern": {}, "alpha_pattern": {}, **config}
     if layout == "diffusers":
         require_rank_and_alpha(config, path)
-    return AdapterFile(layout=layout, layers=layers, config=config, metadata=metadata)
+    return AdapterFile(layout=layout, layers=layers, config=config, metadata=metadata, bare=bare)
 
 
 def _layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], path: Path) -> Layout:
@@ -120,6 +129,13 @@ def _layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], pa
         return "diffusers"
     require_known_names(tensors, path)
     return "comfyui"
+
+
+def _is_bare(tensors: Iterable[str]) -> bool:
+    """True for a LoRA's names that are diffusers', without an alpha, which ComfyUI's file of a LoRA has."""
+    names, (prefix,) = list(tensors), _PREFIXES["diffusers"]
+    diffusers = all(name.startswith(prefix) and not name.endswith(_ALPHA) for name in names)
+    return diffusers and any(".lora_A." in name for name in names)
 
 
 def require_known_names(names: Iterable[str], path: Path) -> None:
@@ -240,13 +256,21 @@ def require_fits(model: torch.nn.Module, path: Path, prefix: str) -> None:
     if not strange:
         return
     what = f"{len(strange)} of its {len(shapes)} tensors fit no layer of this model, first {strange[0]}"
-    base = ", ".join(said[key] for key in ("family", "base_model") if key in said)
+    base = ", ".join(dict.fromkeys(said[key] for key in ("family", "base_model") if key in said))
+    remedy = "is it a LoRA of this base model? A run's is in its folder lora/"
+    if CONFIG_INSIDE not in said and any(map(_is_comfyui_s, shapes)):
+        what = f"it has ComfyUI's layout: {what}"
+        remedy = (
+            "`trainer export FILE --format diffusers` makes one that is loaded here, where it is of this base"
+        )
     raise DataError(
-        what + (f"; the file says that it is for {base}" if base else ""),
-        where=str(path),
-        remedy="is it a LoRA of this base model? A run's is in its folder lora/, and `trainer export` turns"
-        " ComfyUI's files into those that are read here",
+        what + (f"; the file says that it is for {base}" if base else ""), where=str(path), remedy=remedy
     )
+
+
+def _is_comfyui_s(name: str) -> bool:
+    """True for a tensor's name that ComfyUI's layout has, and no other one."""
+    return name.startswith("diffusion_model.") or name.endswith((_ALPHA, ".dora_scale"))
 
 
 def _fits(layers: Mapping[str, torch.nn.Linear], name: str, shape: Sequence[int]) -> bool:
