@@ -319,10 +319,8 @@ def _write_run_files(context: Context, spec: Spec, start: resume.Start, samples:
     if not (start.relabels and config_file.is_file()):
         atomic.write_text(config_file, redacted(dump(pinned(context.config, context.source))))
         atomic.write_text(context.run_dir / PLAN_FILE, redacted(codec.to_json(context.plan)))
-    decisions: dict[str, object] = {row.feature: row.value for row in context.plan.decisions}
-    logging.getLogger("trainer.run").info(
-        "run folder %s", context.run_dir, extra={"fields": {"plan": decisions}}
-    )
+    plan: dict[str, object] = {row.feature: row.value for row in context.plan.decisions}
+    logging.getLogger("trainer.run").info("run folder %s", context.run_dir, extra={"fields": {"plan": plan}})
 
 
 def _finish_full(context: Context, built: Built, before: list[torch.Tensor]) -> str:
