@@ -4,6 +4,7 @@ results that transformers writes conversations with.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -135,11 +136,18 @@ def test_a_lora_merges_and_draws_with_the_template_that_lies_beside_it(
     template = (one.folder / "lora" / BESIDE).read_text()
     given = ("--set", f"model.pretrained_model_name_or_path={bare}", "--lora", str(file), "--to")
     assert main(["merge", config, *given, str(tmp_path / "merged")]) == 0
-    assert f"chat template: {file.parent / BESIDE}, which the LoRA was trained with" in capfd.readouterr().err
+    assert f"chat template: {file.parent / BESIDE}, which lies beside the LoRA" in capfd.readouterr().err
     assert (tmp_path / "merged" / BESIDE).read_text() == template
     named = (*given, str(tmp_path / "named"), "--set", "data.chat_template=alpaca")
     assert main(["merge", config, *named]) == 0
     assert (tmp_path / "named" / BESIDE).read_text() != template, "what is asked for counts"
     defaults = {name: families.get(name).defaults for name in families.names()}
     loaded = load([Path(config)], overrides=[], family_defaults=defaults, lora_presets={}, environ={})
+    assert with_file(loaded, file).config.data.chat_template == str(file.parent / BESIDE)
+    own = {**loaded.sources, "data.chat_template": "--set data.chat_template"}
+    assert with_file(dataclasses.replace(loaded, sources=own), file).config.data.chat_template == "auto"
+    link = tmp_path / "blobs" / "0a1b"
+    link.parent.mkdir()
+    file.rename(link)
+    file.symlink_to(link)
     assert with_file(loaded, file).config.data.chat_template == str(file.parent / BESIDE)

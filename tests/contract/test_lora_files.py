@@ -412,6 +412,7 @@ def test_a_file_that_no_loader_takes_is_told_before_one_is_asked(
         ({"x.lora_A.weight": (2, 4)}, r"x.lora_A.weight has no partner lora_B"),
         ({"x.lora_B.weight": (4, 2)}, r"x.lora_B.weight has no partner lora_A"),
         ({"x.lokr_w2_b": (2, 4), "x.lokr_w2_a": (2, 2)}, r"x.lokr_w2_[ab] has no partner lokr_w1"),
+        ({"x.lokr_w1_a": (2, 2), "x.lokr_w2": (2, 4)}, r"x.lokr_w1_a has no partner lokr_w1_b"),
     ],
 )
 def test_factors_that_are_alone_or_do_not_fit_are_named(

@@ -258,6 +258,11 @@ def test_a_system_message_that_is_not_written_is_told(tiny_base: Callable[[str],
         with pytest.raises(DataError, match=r"leaves out the system message of the conversation") as caught:
             family.encode_conversation(tokenizer, text, max_sequence_length=512, learn=learn)
         assert "put its words before the first question" in caught.value.problems[0].remedy
+    # written, in other letters or without a mark
+    for writes in ("m.content | upper", "m.content | e", "m.content.replace('/no_think', '')"):
+        tokenizer.chat_template = f"{{% for m in messages %}}{{{{ {writes} + eos_token }}}}{{% endfor %}}"
+        marked = [{"role": "system", "content": "Be <b>brief</b>. /no_think"}, *json.loads(text)[1:]]
+        family.encode_conversation(tokenizer, json.dumps(marked), max_sequence_length=512, learn="all")
 
 
 # adapters and answers

@@ -28,18 +28,18 @@ def with_file(loaded: Loaded, file: Path) -> Loaded:
 
 
 def with_template(loaded: Loaded, file: Path) -> Loaded:
-    """The configuration with the chat template that lies beside a LoRA file, where it names none itself:
-    the LoRA was trained to answer in it, which the base's own may not be. Says so.
+    """The configuration with the chat template that lies beside a LoRA file, where it says nothing of one: a
+    LoRA that was trained on another than the base's own has it there. Says so.
     """
     from trainer import families
     from trainer.config.reading.load import with_settings
     from trainer.ways import chat_templates
 
-    beside = file.resolve().parent / chat_templates.BESIDE
+    beside = file.absolute().with_name(chat_templates.BESIDE)  # of a link in a download its own folder counts
     writes = families.get(loaded.config.family).sample_kind == "conversation"
-    if not writes or loaded.config.data.chat_template != chat_templates.AUTO or not beside.is_file():
+    if not writes or loaded.sources[chat_templates.KEY] != "default" or not beside.is_file():
         return loaded
-    say(f"chat template: {one_line(beside)}, which the LoRA was trained with", err=True)
+    say(f"chat template: {one_line(beside)}, which lies beside the LoRA", err=True)
     return with_settings(
         loaded, {chat_templates.KEY: str(beside)}, f"{one_line(beside)} lies beside the LoRA"
     )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainer.engine.caching import in_use
 from trainer.engine.caching.in_use import LOCK_FILE, prune_unused, reading
 from trainer.engine.caching.store import Cache, entry_key
 from trainer.errors import StoppedError
@@ -63,6 +64,19 @@ def test_a_prune_removes_nothing_while_another_run_reads(used: Used) -> None:
         assert used.prune() == "pruned 0 files, 0.00 GiB", "all that is there is used"
 
 
+def test_what_a_run_writes_during_a_prune_stays(used: Used, monkeypatch: pytest.MonkeyPatch) -> None:
+    (used.cache.path("text", THEIRS)).unlink()
+
+    def none_yet(*_: object) -> list[Path]:
+        used.cache.write("text", THEIRS, {"a": torch.ones(3)})
+        return []
+
+    monkeypatch.setattr(in_use, "unused", none_yet)
+    with reading(used.context):
+        assert used.prune() == "pruned 0 files, 0.00 GiB"
+    assert used.cache.has("text", THEIRS)
+
+
 def test_a_run_that_was_killed_keeps_no_entry(used: Used) -> None:
     code = (
         "import fcntl, sys; file = open(sys.argv[1], 'r+'); fcntl.flock(file, fcntl.LOCK_SH);"
@@ -97,7 +111,7 @@ def test_a_file_system_without_locks_is_used_and_told_of(
     monkeypatch.setattr(locks.fcntl, "flock", without)
     with reading(used.context):
         assert used.prune().startswith("pruned 1 file, ")
-    assert "takes no locks" in caplog.text
+    assert "its lock cannot be taken" in caplog.text
 
 
 def test_a_cache_that_cannot_be_written_is_read(used: Used, monkeypatch: pytest.MonkeyPatch) -> None:

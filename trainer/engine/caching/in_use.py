@@ -7,7 +7,6 @@ it alone, or removes nothing.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 
 from trainer.engine.caching.entries import Entries
@@ -27,7 +26,15 @@ def reading(context: Context) -> contextlib.AbstractContextManager[None]:
     at work. A cache that takes no lock keeps no run from its work.
     """
     folder = Cache(context.cache_dir, context.family.name).folder
-    return locks.using(folder / LOCK_FILE, functools.partial(context.alive, Phase.LOAD))
+    told: list[str] = []
+
+    def on_wait() -> None:
+        if not told:
+            told.append(f"waiting for a prune of {folder}")
+            context.say(told[0])
+        context.alive(Phase.LOAD)
+
+    return locks.using(folder / LOCK_FILE, on_wait)
 
 
 def prune_unused(context: Context, entries: Entries) -> None:
@@ -36,14 +43,16 @@ def prune_unused(context: Context, entries: Entries) -> None:
     """
     folder, keep = entries.cache.folder, {entry.key for entry in entries.all()}
     with locks.alone(folder / LOCK_FILE) as held:
-        if held is False and (left := len(unused(folder, keep))):
+        if held is None:
+            _log.warning("%s: its lock cannot be taken: runs that read this cache now are not seen", folder)
+        left = len(unused(folder, keep)) if held is False else 0
+        if left:
             verb = "stays" if left == 1 else "stay"
             context.say(
                 f"{numbered(left, 'entry', 'entries')} that this run does not use {verb}: another run uses"
                 " this cache now; prune again once it has ended"
             )
             return
-        if held is None:
-            _log.warning("%s takes no locks: runs that read this cache now are not seen", folder)
-        files, size = prune(folder, keep)
+        # what a run writes meanwhile is not for this one to remove
+        files, size = (0, 0) if held is False else prune(folder, keep)
     context.say(f"pruned {numbered(files, 'file')}, {size / GIB:.2f} GiB")

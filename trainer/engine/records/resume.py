@@ -273,9 +273,11 @@ def require_space(context: Context) -> None:
     free = shutil.disk_usage(context.run_dir).free
     # an older `model` stays until the new one is written; others below `checkpoints` were renamed and stay;
     # older ones than are to be kept go after the next save, not before
+    steps = checkpoint.steps_on_disk(checkpoints)
     folders = [
-        *(context.run_dir / name for name in ("lora", BEST_FOLDER)),
-        *checkpoint.steps_on_disk(checkpoints)[-context.config.checkpoint.checkpoints_total_limit :],
+        # from the first step the best one of an earlier run is kept aside
+        *(context.run_dir / name for name in ("lora", *([BEST_FOLDER] if steps else []))),
+        *steps[-context.config.checkpoint.checkpoints_total_limit :],
     ]
     # files that an earlier start of this run wrote are part of the need; links are not
     held = [path.lstat() for folder in folders for path in folder.rglob("*")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -68,8 +69,14 @@ def _unpaired(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
             for part, other in ((up, down), (down, up)):
                 if part in name and name.partition(part)[0] not in layers[other]:
                     yield f"{name} has no partner {other[1:]}"
+    for part, name in itertools.product((".lokr_w1", ".lokr_w2"), tensors):
+        for one, other in ((f"{part}_a", f"{part}_b"), (f"{part}_b", f"{part}_a")):
+            if one in name and name.replace(one, other) not in tensors:
+                yield f"{name} has no partner {other[1:]}"
     for name, grown in tensors.items():
         partner = tensors.get(name.replace(".lora_B", ".lora_A"), grown)
-        if ".lora_B" in name and partner is not grown and grown.shape[1:2] != partner.shape[:1]:
+        # convolutions in groups have other shapes
+        pair = ".lora_B" in name and partner is not grown and grown.ndim == partner.ndim == 2
+        if pair and grown.shape[1] != partner.shape[0]:
             shapes = f"{tuple(grown.shape)} and {tuple(partner.shape)}"
             yield f"{name} does not fit its partner lora_A: {shapes} are not of one rank"
