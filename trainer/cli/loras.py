@@ -33,11 +33,12 @@ def with_template(loaded: Loaded, file: Path) -> Loaded:
     """
     from trainer import families
     from trainer.config.reading.load import with_settings
+    from trainer.config.tree import by_user
     from trainer.ways import chat_templates
 
     beside = file.absolute().with_name(chat_templates.BESIDE)  # of a link in a download its own folder counts
     writes = families.get(loaded.config.family).sample_kind == "conversation"
-    if not writes or loaded.sources[chat_templates.KEY] != "default" or not beside.is_file():
+    if not writes or by_user(loaded.sources[chat_templates.KEY]) or not beside.is_file():
         return loaded
     say(f"chat template: {one_line(beside)}, which lies beside the LoRA", err=True)
     return with_settings(

@@ -35,29 +35,29 @@ def finished(run_dir: Path, fingerprint: str) -> None:
 
 
 def test_an_empty_folder_is_free(tmp_path: Path) -> None:
-    resume.require_free_folder(context(tmp_path), FINGERPRINT)
+    resume.require_free_folder(context(tmp_path), FINGERPRINT, ())
 
 
 def test_another_run_is_refused_where_results_are(tmp_path: Path) -> None:
     finished(tmp_path, '{"seed": "1"}')
     with pytest.raises(ConfigError, match=r"train\.seed: it began with '1', this start has '0'"):
-        resume.require_free_folder(context(tmp_path), FINGERPRINT)
+        resume.require_free_folder(context(tmp_path), FINGERPRINT, ())
 
 
 def test_another_runs_best_lora_is_a_result(tmp_path: Path) -> None:
     """A fresh start removes what is in `best/`, which may be all that somebody kept of a run."""
     (tmp_path / "best").mkdir()
-    resume.require_free_folder(context(tmp_path), FINGERPRINT)
+    resume.require_free_folder(context(tmp_path), FINGERPRINT, ())
     (tmp_path / "best" / "x.safetensors").write_bytes(b"precious")
     with pytest.raises(ConfigError, match="best of another run is here"):
-        resume.require_free_folder(context(tmp_path), FINGERPRINT)
+        resume.require_free_folder(context(tmp_path), FINGERPRINT, ())
     with pytest.raises(ConfigError, match="best of an earlier run is here and resuming is forbidden"):
-        resume.require_free_folder(context(tmp_path, wanted="never"), FINGERPRINT)
+        resume.require_free_folder(context(tmp_path, wanted="never"), FINGERPRINT, ())
     (tmp_path / resume.RUN_FILE).write_text('{"seed": "1"}')
     with pytest.raises(ConfigError, match=r"train\.seed: it began with '1', this start has '0'"):
-        resume.require_free_folder(context(tmp_path), FINGERPRINT)
+        resume.require_free_folder(context(tmp_path), FINGERPRINT, ())
     (tmp_path / resume.RUN_FILE).write_text('{"seed": "0"}')
-    resume.require_free_folder(context(tmp_path), FINGERPRINT)
+    resume.require_free_folder(context(tmp_path), FINGERPRINT, ())
 
 
 def test_the_same_run_may_start_again(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_the_same_run_may_start_again(tmp_path: Path) -> None:
     finished(tmp_path, '{"seed": "0"}')
     given, said = context(tmp_path), []
     given.say = said.append
-    resume.require_free_folder(given, FINGERPRINT)
+    resume.require_free_folder(given, FINGERPRINT, ())
     assert said == [
         f"{tmp_path / 'lora'} of this run is here, and no checkpoint: all is trained again to write it anew"
     ]
@@ -75,22 +75,22 @@ def test_the_same_run_may_start_again(tmp_path: Path) -> None:
 def test_a_damaged_record_of_whose_results_these_are_is_told(tmp_path: Path, text: str) -> None:
     finished(tmp_path, text)
     with pytest.raises(ConfigError, match=r"run\.json: which run's results these are cannot be read"):
-        resume.require_free_folder(context(tmp_path), FINGERPRINT)
+        resume.require_free_folder(context(tmp_path), FINGERPRINT, ())
 
 
 def test_a_loss_before_the_first_step_is_no_result(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 0, "validation_loss": 1.0}\n')
-    resume.require_free_folder(context(tmp_path, wanted="never"), FINGERPRINT)
+    resume.require_free_folder(context(tmp_path, wanted="never"), FINGERPRINT, ())
     metrics.write_text('{"step": 0, "validation_loss": 1.0}\n{"step": 1, "loss": 1.0}\n')
     with pytest.raises(ConfigError, match=r"metrics\.jsonl of an earlier run is here"):
-        resume.require_free_folder(context(tmp_path, wanted="never"), FINGERPRINT)
+        resume.require_free_folder(context(tmp_path, wanted="never"), FINGERPRINT, ())
 
 
 def test_never_refuses_results_of_the_same_run_too(tmp_path: Path) -> None:
     finished(tmp_path, '{"seed": "0"}')
     with pytest.raises(ConfigError, match="resuming is forbidden"):
-        resume.require_free_folder(context(tmp_path, wanted="never"), FINGERPRINT)
+        resume.require_free_folder(context(tmp_path, wanted="never"), FINGERPRINT, ())
 
 
 def test_a_folder_without_a_usable_checkpoint_is_not_started_over(tmp_path: Path) -> None:

@@ -45,14 +45,13 @@ def prune_unused(context: Context, entries: Entries) -> None:
     with locks.alone(folder / LOCK_FILE) as held:
         if held is None:
             _log.warning("%s: its lock cannot be taken: runs that read this cache now are not seen", folder)
-        left = len(unused(folder, keep)) if held is False else 0
-        if left:
-            verb = "stays" if left == 1 else "stay"
-            context.say(
-                f"{numbered(left, 'entry', 'entries')} that this run does not use {verb}: another run uses"
-                " this cache now; prune again once it has ended"
-            )
-            return
-        # what a run writes meanwhile is not for this one to remove
-        files, size = (0, 0) if held is False else prune(folder, keep)
-    context.say(f"pruned {numbered(files, 'file')}, {size / GIB:.2f} GiB")
+        # beside another run nothing is removed: it may write an entry while this one looks
+        left, files, size = (len(unused(folder, keep)), 0, 0) if held is False else (0, *prune(folder, keep))
+    told = f"pruned {numbered(files, 'file')}, {size / GIB:.2f} GiB"
+    if left:
+        verb = "stays" if left == 1 else "stay"
+        told = (
+            f"{numbered(left, 'entry', 'entries')} that this run does not use {verb}: another run uses this"
+            " cache now; prune again once it has ended"
+        )
+    context.say(told)

@@ -341,10 +341,10 @@ def require_same_run(
     saved: Mapping[str, str],
     current: Mapping[str, str],
     say: Callable[[str], None],
-    samples: Callable[[], str] = str,
+    samples: Callable[[], str] = lambda: "",
 ) -> list[Change]:
     """Values that go on with what the old ones left. Raises ConfigError listing every other difference
-    between a checkpoint's run and this one; `samples` says which of them are others, where `data` differs.
+    between a checkpoint's run and this one; `samples()` says which samples are others, where `data` differs.
 
     A value that an older trainer did not record cannot be compared, and is said.
     """

@@ -165,8 +165,8 @@ class Journal:
         return step_line(record)
 
     def look_at_folder(self) -> None:
-        """Have the run save and end where its folder is gone: another run could begin in a new one. For
-        before each line of the log, checkpoint, kept LoRA and preview.
+        """Have the run save and end where its folder is gone: another run could begin in a new one.
+        Called with each line of the log, and before each checkpoint, kept LoRA and preview.
 
         Raises ConfigError where one has begun there: nothing is saved among its files.
         """

@@ -225,9 +225,7 @@ def _results(run_dir: Path) -> list[Path]:
     return folders + ([metrics] if any(row["step"] for row in read_metrics(metrics)) else [])
 
 
-def require_free_folder(
-    context: Context, fingerprint: Mapping[str, str], records: Sequence[Record] = ()
-) -> None:
+def require_free_folder(context: Context, fingerprint: Mapping[str, str], records: Sequence[Record]) -> None:
     """Without a checkpoint to continue, only the same run may start again in a folder that holds results; it
     is told where one of them is whole.
     """
